@@ -144,8 +144,7 @@ def test_a_prompt_in_pieces_comes_first(on_device: CudaArena, max_tokens: int) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_moves_between_engines_in_mid_generation(on_device: CudaArena, kind: str) -> None:
     """From the device to another engine on it, and to one on the CPU, and from there to the device,
-    with its keys and values: the tokens
-    are those of one that stays.
+    with its keys and values: the tokens are those of one that stays.
     """
     limits = BatchLimits(step_tokens=200, running=12)
 

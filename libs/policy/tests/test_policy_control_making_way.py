@@ -221,8 +221,8 @@ def test_models_with_instances_elsewhere_are_ranked_anew_when_one_makes_way() ->
 
 
 def test_what_leaves_with_a_victim_that_spans_workers_is_compared_with_both() -> None:
-    """The first drains on ``w000`` already. There, ``two`` makes way for one model; it also had half
-    of ``w001``, whose other half is the cheapest place for the next model.
+    """The first drains on ``w000`` already. There, ``two`` makes way for one model; it also had
+    half of ``w001``, whose other half is the cheapest place for the next model.
     """
     others = [((f"other{at}", 400, 50.0 + at / 10, True),) for at in range(6)]
     left = (("first", 200, 1.0, True), ("two", 200, 100.0, True))

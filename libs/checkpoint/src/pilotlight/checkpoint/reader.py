@@ -78,6 +78,12 @@ class Source(Protocol):
     ) -> None:
         """Fill buffers, one after the other, with what a listed file holds from ``offset`` on.
 
+        Args:
+            file: As it was listed.
+            offset: Its first byte that is wanted.
+            buffers: Filled to their ends, in order.
+            progress: Called with the number of bytes that have come.
+
         Raises:
             SourceChanged: as ``read``; what the buffers hold then is of no use.
         """
@@ -90,7 +96,11 @@ class Source(Protocol):
 
         A piece is good until the next one is asked for.
 
-        ``check`` is called where the next piece is waited for; it may raise, which ends the read.
+        Args:
+            file: As it was listed.
+            offset: Its first byte that is wanted.
+            size_bytes: How many are wanted.
+            check: Called where the next piece is waited for; it may raise, which ends the read.
 
         Raises:
             SourceChanged: as ``read``; pieces that came before are of the version that was listed.

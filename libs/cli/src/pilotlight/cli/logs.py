@@ -24,8 +24,14 @@ class LogNotFound(NotFound):
 
 
 def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: bool) -> int:
-    """Print the end of each log, or of one service's: ``scheduler`` names those of ``scheduler-2``
-    too.
+    """Print the end of each log, or of one service's.
+
+    Args:
+        home: The installation's.
+        service: ``scheduler`` names the log of ``scheduler-2`` too; None: all of them.
+        lines: How many of each log, from its end.
+        follow: Go on with what is added, until interrupted.
+        as_json: Print JSON in place of text.
 
     Raises:
         LogNotFound: there is no such log.

@@ -112,6 +112,12 @@ def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
 def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -> int:
     """Have all of a model read and compared, and wait for it; 1 when something differs.
 
+    Args:
+        client: Asks the gateway.
+        name: The model's.
+        timeout_s: Seconds that reading it may take.
+        as_json: Print JSON in place of text.
+
     Raises:
         PilotlightError: it could not be read to its end.
     """

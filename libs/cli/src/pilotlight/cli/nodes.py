@@ -56,7 +56,13 @@ def show(client: AdminClient, *, as_json: bool) -> int:
 
 
 def drain(client: AdminClient, node_id: str, *, wait_s: float | None, as_json: bool) -> int:
-    """Ask for a node to be emptied; with ``wait_s`` return when it is.
+    """Ask for a node to be emptied.
+
+    Args:
+        client: Asks the gateway.
+        node_id: The node's name.
+        wait_s: Seconds to wait at most until it is empty; None: return at once.
+        as_json: Print JSON in place of text.
 
     Raises:
         NodeNotFound: there is no such node.

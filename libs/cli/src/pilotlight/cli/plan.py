@@ -65,7 +65,14 @@ class Endpoints:
 def child_specs(
     home: Home, options: SystemOptions, endpoints: Endpoints, environment: Mapping[str, str]
 ) -> tuple[ChildSpec, ...]:
-    """The services' processes, in order of start."""
+    """The services' processes, in order of start.
+
+    Args:
+        home: Where their files and secrets are.
+        options: What the user chose.
+        endpoints: Where NATS, the database and the object store are.
+        environment: What every process is given, beside what is set here.
+    """
     shared = {
         **environment,
         "PILOTLIGHT_NATS_URL": endpoints.nats_url,

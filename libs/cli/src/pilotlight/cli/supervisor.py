@@ -87,7 +87,16 @@ class Supervisor:
         *,
         orphan_patience_s: float = ORPHAN_PATIENCE_S,
     ) -> None:
-        """``others`` names children of this process that others own."""
+        """There is no child yet.
+
+        Args:
+            run_dir: Folder for the sockets by which children say that they are ready.
+            clock: Tells how long a child lived, and for deadlines.
+            on_change: Told of a child's name and its state, ``restarting`` or ``ready``.
+            others: Ids of this process's children that others own.
+            orphan_patience_s: Seconds that processes which lost their parent may take to end,
+                before they are killed and after.
+        """
         self._run_dir = run_dir
         self._clock = clock
         self._on_change = on_change

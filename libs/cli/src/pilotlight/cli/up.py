@@ -26,6 +26,12 @@ async def run_up(
 ) -> int:
     """Start, say what to try next, wait for a signal, stop.
 
+    Args:
+        home: Where the system keeps its files.
+        options: What the user chose.
+        with_demo_model: Register the demo model, unless it is registered.
+        as_json: Print JSON in place of text.
+
     Raises:
         NotFound: the demo model is asked for and is not there.
     """

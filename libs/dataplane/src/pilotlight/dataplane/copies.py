@@ -76,8 +76,17 @@ class HostCopies:
         """Claim parts of a model: what is missing is fetched, what is ready stays for as long as a
         lease claims it.
 
-        ``since_s`` is when it was asked for, None: now; the fetch counts from then. A fetch matters
-        as much as the first of its claims does; a lease is for a cold start.
+        A fetch matters as much as the first of its claims does; a lease is for a cold start.
+
+        Args:
+            model: The one whose parts are claimed.
+            parts: Their numbers, from 0, in any order.
+            instance_id: For which they are.
+            leased: Whether a lease claims them.
+            trace_parent: The trace that the fetch belongs to; empty: none.
+            since_s: When it was asked for, on the host's monotonic clock; None: now. The fetch
+                counts from then.
+            priority: How much the fetch matters to this claim.
 
         Raises:
             BadRequest: the model has no such part.

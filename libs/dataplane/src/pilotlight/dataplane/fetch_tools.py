@@ -46,7 +46,11 @@ class Manifests(Protocol):
     ) -> None:
         """Record the digests of a part's chunks, which were read for the first time.
 
-        ``disputed`` is called when another node was first, and read other bytes.
+        Args:
+            model: The model.
+            part: Number of the part, from 0.
+            digests: One for each chunk of the part, in order.
+            disputed: Called when another node was first, and read other bytes.
         """
         ...
 

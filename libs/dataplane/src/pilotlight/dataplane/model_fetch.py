@@ -87,7 +87,14 @@ class ModelFetch:
     def __init__(
         self, model: Model, tools: FetchTools, listener: FetchListener, start_s: float
     ) -> None:
-        """``start_s`` is when the word was sent that began it."""
+        """Nothing is read before ``run``.
+
+        Args:
+            model: The one to fetch.
+            tools: What it works with.
+            listener: Hears how it gets on.
+            start_s: When the word was sent that began it, on the host's monotonic clock.
+        """
         self.model = model
         self.start_s = start_s
         self.done_bytes = 0

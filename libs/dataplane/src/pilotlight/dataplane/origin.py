@@ -380,11 +380,14 @@ class Keeper(Protocol):
     """Keeps chunks that came from further away, so that they are nearer next time."""
 
     def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
-        """A chunk was verified: its digest, where it lies in the pool's file, and what it came
-        from.
-
-        Must not block.
+        """A chunk was verified. Must not block.
 
         The bytes stay there as long as the copy does. A later reader has to verify them.
+
+        Args:
+            digest: The chunk's.
+            file_offset: Where it lies in the pool's file, in bytes.
+            size_bytes: Its length.
+            kind: What it came from.
         """
         ...

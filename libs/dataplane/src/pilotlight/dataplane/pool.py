@@ -159,6 +159,12 @@ class HostPool:
     def reserve(self, digest: Digest, part: int, image_bytes: int, chunks: int) -> PartImage:
         """Room for one part's image; it is not given to another until it is ready or discarded.
 
+        Args:
+            digest: The model's.
+            part: Number of the part, from 0.
+            image_bytes: The image's length.
+            chunks: How many chunks it has.
+
         Raises:
             HostPoolFull: there is no contiguous room.
             Conflict: the part is there already.
@@ -242,8 +248,13 @@ class HostPool:
         digest: Digest,
         units: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Record the next chunk of an image: its bytes [start, stop) are complete and have this
-        digest; ``units``: theirs.
+        """Record the next chunk of an image, whose bytes are complete.
+
+        Args:
+            image: The one that they are in.
+            chunk_range: [start, stop) in the image, in bytes.
+            digest: The chunk's.
+            units: Digests of the chunk's units; None: not known.
         """
         start, stop = chunk_range
         entry = ChunkEntry(

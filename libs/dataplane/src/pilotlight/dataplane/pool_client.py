@@ -102,6 +102,13 @@ class PoolClient:
     ) -> "PoolLease":
         """Ask for parts of a model; returns when the lease is granted.
 
+        Args:
+            worker_id: Who asks.
+            instance_id: For which the parts are.
+            model: The model.
+            parts: Their numbers, from 0.
+            trace_parent: The trace that the fetch belongs to; empty: none.
+
         Raises:
             SourceUnavailable: there is no loader within the grace.
             PilotlightError: the loader refused.

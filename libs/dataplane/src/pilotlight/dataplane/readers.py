@@ -85,7 +85,11 @@ class Readers:
     ) -> "asyncio.Future[T]":
         """Start blocking work as soon as a thread is idle.
 
-        ``recalled`` is set when the thread is wanted for what matters more.
+        Args:
+            work: Runs in the thread, and is given ``progress``.
+            progress: Counts what the work reads.
+            rank: The work's among all that wait for a thread.
+            recalled: Set when the thread is wanted for what matters more; None: the work goes on.
 
         Raises:
             SourceUnavailable: none became idle, and no byte came to any of them, for the stall
@@ -183,7 +187,14 @@ class Reading:
         rank: Rank | None = None,
         recalled: asyncio.Event | None = None,
     ) -> T:
-        """Run work in a thread. ``rank`` is that of this piece of work; by default the fetch's.
+        """Run work in a thread.
+
+        Args:
+            what: What is read, for the error's message.
+            work: Runs in the thread, and is given ``progress``.
+            progress: Counts what the work reads; None: a new one.
+            rank: Of this piece of work; None: the fetch's.
+            recalled: Set when the thread is wanted for what matters more; None: the work goes on.
 
         Raises:
             SourceUnavailable: it stalled: no byte came for the stall timeout.

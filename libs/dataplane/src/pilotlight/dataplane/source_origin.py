@@ -31,9 +31,15 @@ class ModelSource(Origin, Protocol):
     def read_range(
         self, file: int, start: int, stop: int, check: Callable[[], None]
     ) -> Generator[memoryview]:
-        """Bytes [start, stop) of a file, by its number in the manifest, as they come.
+        """Bytes [start, stop) of a file, as they come.
 
         A piece is good until the next is asked for.
+
+        Args:
+            file: Its number in the manifest.
+            start: First byte, from the file's start.
+            stop: The byte after the last.
+            check: Called where the next piece is waited for; it may raise, which ends the read.
 
         Raises:
             SourceChanged: the source is not what the manifest pinned.

@@ -64,6 +64,12 @@ class Engine:
         """Takes the process over for torch: the number of threads is a setting of the process, not
         of this object.
 
+        Args:
+            threads: that torch computes with.
+            monotonic_s: the engine's clock, in seconds.
+            limits: of the batches of every stage; None: the defaults.
+            arena: the device's memory; None: a new arena in the host's.
+
         Raises:
             NoRoom: there are no addresses for an arena, if none is given.
         """
@@ -191,8 +197,8 @@ class Engine:
 
     def drop(self, instance_id: InstanceId) -> None:
         """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing,
-        with the error
-        ``not_loaded``, for they can run elsewhere. The other stages of its pipeline notice.
+        with the error ``not_loaded``, for they can run elsewhere. The other stages of its pipeline
+        notice.
         """
         if instance_id in self._stages:
             self._ended.extend(self._stages.cancel_all(instance_id))
@@ -335,11 +341,7 @@ class Engine:
     def export_kv(
         self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
     ) -> tuple[KvPiece, ...]:
-        """Copies the KV that requests have here in some layers, from position ``since`` on; all of
-        them go on.
-
-        A request that owns no blocks, or has nothing from there on, gives nothing. A stage that
-        does not lead has what it has run so far, which may be less than the stages before it.
+        """As ``kv_moves.export``, of the instance of a name.
 
         Raises:
             UnknownInstance: it is not held.

@@ -15,9 +15,16 @@ from pilotlight.policy.request import RequestKey
 def export(
     resident: ResidentStage, keys: Sequence[RequestKey], layers: Stage, since: int
 ) -> tuple[KvPiece, ...]:
-    """Copies what the stage has of requests in some of its layers, from position ``since`` on.
+    """Copies the KV that requests have in some layers of a stage; all of them go on.
 
-    They go on undisturbed.
+    A request that owns no blocks, or has nothing from ``since`` on, gives nothing. A stage that
+    does not lead has what it has run so far, which may be less than the stages before it.
+
+    Args:
+        resident: the stage.
+        keys: the requests.
+        layers: of the model, within the stage.
+        since: the first position that is copied.
 
     Raises:
         BadRequest: the layers are not the stage's.
@@ -49,8 +56,13 @@ def _placed(resident: ResidentStage, key: RequestKey) -> Segment | None:
 def adopt(
     resident: ResidentStage, request: Request, pieces: Sequence[KvPiece], now_s: float
 ) -> None:
-    """Takes up a request, checked before, whose keys and values were computed elsewhere; what they
-    lack runs here.
+    """Takes up a request whose keys and values were computed elsewhere.
+
+    Args:
+        resident: the stage that runs it from now on.
+        request: checked before (``ResidentStage.check``), and not submitted.
+        pieces: what ``export`` gave of it, of all layers. What they lack at the end runs here.
+        now_s: on the engine's clock.
 
     Raises:
         UnknownInstance: not every part is in place.

@@ -127,7 +127,7 @@ class ResidentStage:
         *,
         background: bool = False,
     ) -> PlacedPart:
-        """Copies one part's tensors to their place; see ``Parameters.place``."""
+        """As ``Parameters.place``."""
         return self.parameters.place(part, tensors, monotonic_s, background=background)
 
     @property
@@ -321,7 +321,14 @@ class ResidentStage:
         sampled: Sequence[Outcome],
         sampled_s: float,
     ) -> StageStep:
-        """Gives requests what was sampled for them."""
+        """Gives requests what was sampled for them.
+
+        Args:
+            plan: what this turn ran; None: it only took tokens of an earlier one.
+            requests: those that sampled.
+            sampled: what came of each of them, in order.
+            sampled_s: when, on the engine's clock.
+        """
         given = [
             self._hand_out(request, outcome)
             for request, outcome in zip(requests, sampled, strict=True)

@@ -18,6 +18,13 @@ def divide(
     memory behind them than was given. What captured steps read and write, some 10 MiB, comes beside
     it.
 
+    Args:
+        arena: the device's.
+        decoder: the stage's model.
+        stage: its layers.
+        dtype: in which it runs.
+        device_bytes: what is divided.
+
     Raises:
         NoRoom: that is less than one block, or the model is larger than a slot.
     """

@@ -62,7 +62,11 @@ def sample_allowed(
 ) -> list[SampledToken | NotSampled]:
     """Samples the rows for which the allowed tokens are known.
 
-    The requests may be copies that know nothing of grammars.
+    Args:
+        logits: [num_requests, vocab_size].
+        requests: one for each row; they may be copies that know nothing of grammars.
+        allowed: what the grammar of each allows; None: it has none.
+        sample: the stage's sampler.
     """
     sampled: list[SampledToken | NotSampled] = [NotSampled.LATE] * len(requests)
     rows = [row for row, one in enumerate(allowed) if one is None or one.known]
@@ -150,7 +154,14 @@ def released(request: Request) -> Released:
 def told(
     request: Request, position: int, sampled: SampledToken, finish: FinishReason | None
 ) -> Produced:
-    """A token, as far as the request's owner is to see it: a stop token is none of the output."""
+    """A token, as far as the request's owner is to see it: a stop token is none of the output.
+
+    Args:
+        request: whose token it is.
+        position: the token's, in the output, from 0.
+        sampled: the token.
+        finish: why the request ends with it; None: it goes on.
+    """
     kept = () if finish is FinishReason.STOP else (sampled,)
     asked = request.sampling.logprobs
     return Produced(

@@ -17,6 +17,13 @@ def run_batch(
 ) -> StageStep:
     """One batch. Where the device has no memory for it, one of its requests ends in its place.
 
+    Args:
+        resident: the stage.
+        arena: the device's.
+        monotonic_s: the engine's clock, in seconds.
+        may_wait: no other stage has work: this one may wait a moment for others of its pipeline, or
+            start its next batch ahead.
+
     Raises:
         Exception: whatever else the device says; its context may be lost
             (``faults.context_lost``).

@@ -55,6 +55,13 @@ class Copier:
     ) -> None:
         """Starts its thread.
 
+        Args:
+            device: where copies go.
+            slab_bytes: of a unit of copies, and of each pinned slab that a unit goes through.
+            depth: units that are on their way at once, at most.
+            num_streams: of the device, that units take turns on; one more is for the background.
+            num_movers: threads that fill slabs, where memory is not pinned.
+
         Raises:
             NativeError: the driver gives no streams or no pinned memory.
         """

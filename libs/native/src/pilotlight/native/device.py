@@ -165,7 +165,16 @@ class DeviceArena:
         device_type: int,
         ordinal: int,
     ) -> object:
-        """A tensor over what lies at a place, as ``torch.from_dlpack`` takes it."""
+        """A tensor over what lies at a place, as ``torch.from_dlpack`` takes it.
+
+        Args:
+            place: of its first byte.
+            shape: of the tensor, which is row-major.
+            type_code: DLPack's, of an element: integer, float, bfloat and so on.
+            type_bits: of an element.
+            device_type: DLPack's: CPU or CUDA.
+            ordinal: of the device; 0 for a CPU.
+        """
         sizes = (ctypes.c_int64 * len(shape))(*shape)
         tensor = self._library.get(
             "dlpack",
@@ -204,7 +213,15 @@ class Pool:
         chunk_bytes: int,
         group_of: "Pool | None" = None,
     ) -> None:
-        """Makes a pool of [start, stop), without any memory yet.
+        """Makes a pool without any memory yet.
+
+        Args:
+            device: the arena's.
+            arena: where it lies.
+            start: its first byte in the arena.
+            stop: the byte after its last; it is as long as whole chunks.
+            chunk_bytes: what memory comes and goes in, whole granules.
+            group_of: a pool of the same arena and chunks, whose memory it shares; None: its own.
 
         Raises:
             NativeError: these are not whole chunks.

@@ -103,8 +103,13 @@ class StoredManifests:
     def learned(
         self, model: Model, part: int, digests: tuple[Digest, ...], disputed: Disputed
     ) -> None:
-        """Record the digests of a part that was read here; ``disputed`` is called when others are
-        recorded.
+        """Record the digests of a part that was read here.
+
+        Args:
+            model: The part's.
+            part: Its index.
+            digests: Of its chunks, in order.
+            disputed: Called when others are recorded.
         """
         self._background.spawn(
             f"publish digests of part {part} of {model.name}",

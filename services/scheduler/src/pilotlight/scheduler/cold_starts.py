@@ -74,7 +74,14 @@ class ColdStarts:
     def dispatched(
         self, instance_id: InstanceId, planned_from_s: float, start_s: float, end_s: float
     ) -> None:
-        """Note the scheduler's own first phases: planning, and the publishing of the commands."""
+        """Note the scheduler's own first phases: planning, and the publishing of the commands.
+
+        Args:
+            instance_id: What starts.
+            planned_from_s: When planning began, monotonic, as the others are.
+            start_s: When the first command was published.
+            end_s: When the last one was.
+        """
         kept = self._kept.get(instance_id)
         if kept is None:
             return
@@ -86,9 +93,13 @@ class ColdStarts:
     def activated(
         self, instance_id: InstanceId, heard_s: float, loaded: Moment | None, *, awaited: bool
     ) -> None:
-        """Note that the bucket shows the instance as ready, of which this process heard at
-        ``heard_s`` and which its worker had ``loaded`` by then; ``awaited`` when some gateway holds
-        requests for it.
+        """Note that the bucket shows the instance as ready.
+
+        Args:
+            instance_id: The instance.
+            heard_s: When this process heard that it is ready.
+            loaded: When its worker had it loaded.
+            awaited: Some gateway holds requests for it.
         """
         kept = self._kept.get(instance_id)
         if kept is None or kept.record.closed:

@@ -129,6 +129,12 @@ def plan(
     6. Not held, and given up or drained at this generation or a later one (``gone``): nothing.
     7. Not held: started if it fits beside what is resident, in the order of the command; else
        later, if something leaves.
+
+    Args:
+        held: What is held.
+        gone: What was given up or drained, with its generation.
+        desired: The last command's holds.
+        device_bytes: What the device has for stages.
     """
     wanted = {hold.instance_id: hold for hold in desired}
     let_go = [

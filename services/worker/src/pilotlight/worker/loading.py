@@ -63,6 +63,13 @@ class PartSource(Protocol):
     ) -> PartLease:
         """Returns when the lease is granted.
 
+        Args:
+            worker_id: For whom the parts stay.
+            instance_id: For what.
+            model: Its parts.
+            parts: Which of them, by index.
+            trace_parent: Of the cold start's trace; empty: there is none.
+
         Raises:
             PilotlightError: there is no loader, or it refused.
         """

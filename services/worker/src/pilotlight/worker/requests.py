@@ -265,8 +265,13 @@ class RequestTable:
     def fail(
         self, code: str, message: str, now_s: float, instance_id: InstanceId | None = None
     ) -> tuple[Outgoing, ...]:
-        """End every running request, or those of one instance, because the engine cannot go on with
-        them.
+        """End running requests, because the engine cannot go on with them.
+
+        Args:
+            code: Of the error that they end with.
+            message: The error's.
+            now_s: The moment, monotonic.
+            instance_id: Whose requests; None: all.
         """
         failed: list[Outgoing] = []
         for kept in list(self._kept.values()):

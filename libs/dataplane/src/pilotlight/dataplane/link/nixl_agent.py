@@ -46,6 +46,12 @@ class Agent(Protocol):
     def read(self, name: str, theirs: int, ours: int, size_bytes: int) -> Any:
         """Begin to read: a handle for ``is_done``.
 
+        Args:
+            name: The other agent's, as ``learn`` returned it.
+            theirs: Address in its memory to read from.
+            ours: Address in memory of this process that is registered, to write to.
+            size_bytes: How much to read.
+
         Raises:
             ReadFailed: it cannot.
         """

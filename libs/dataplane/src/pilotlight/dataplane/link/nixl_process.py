@@ -145,7 +145,15 @@ class NixlProcess:
         slots: int = SLOTS,
         backoff: Backoff = BACKOFF,
     ) -> None:
-        """``thread`` is the one that ``keep`` will run in. Nothing is started before."""
+        """Nothing is started before ``keep`` runs.
+
+        Args:
+            pool: The memory that others may read.
+            thread: The one that ``keep`` will run in.
+            command: Starts the process that reads; a descriptor's number is added to it.
+            slots: Units that may be landing at once, of all links together.
+            backoff: Waits before the process is started again.
+        """
         self.region: Region | None = None
         """By what others read the pool; None while they cannot. Any thread may look."""
         self.generation = 0

@@ -71,9 +71,13 @@ class OneSidedReads:
         deadline_s: float,
         listener: OneSidedListener,
     ) -> None:
-        """``memory`` reads; None: nothing ever is.
+        """Nothing is read before ``offer``.
 
-        A read that is not done within ``deadline_s`` has failed.
+        Args:
+            memory: Reads; None: nothing ever is.
+            node_id: The other node's, for logs.
+            deadline_s: A read that is not done within so many seconds has failed.
+            listener: Hears of bytes and of ends.
         """
         self._memory = memory
         self._node_id = node_id

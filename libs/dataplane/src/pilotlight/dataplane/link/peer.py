@@ -74,8 +74,17 @@ class PeerLink:
         backoff: Backoff = BACKOFF,
         memory: ReadsMemory | None = None,
     ) -> None:
-        """``me`` is what this node proves to the other one; the link is made once ``keep`` runs.
-        ``memory`` reads the other one's, where that can be done.
+        """The link is made once ``keep`` runs.
+
+        Args:
+            me: What this node proves to the other one.
+            peer: The other node.
+            thread: The one that ``keep`` will run in.
+            clock: Tells how long a connection lived.
+            observer: Hears of bytes that come and of connections that are refused.
+            stall_timeout_s: Seconds without a byte after which a pull stalls.
+            backoff: Waits before the next attempt to connect.
+            memory: Reads the other one's memory, where that can be done.
         """
         self.peer = peer
         self.state = LinkState.CONNECTING

@@ -90,8 +90,16 @@ class Peers:
         stall_timeout_s: float,
         priority_of: Callable[[Digest], FetchPriority],
     ) -> None:
-        """``priority_of`` tells how much a model's fetch matters at this moment; also in the
-        threads that read.
+        """There is no link yet.
+
+        Args:
+            me: What this node proves to others.
+            thread: The links run in it.
+            clock: For the links.
+            observer: Hears what goes over the links.
+            stall_timeout_s: Seconds without a byte after which a pull stalls.
+            priority_of: How much a model's fetch matters at this moment, by the model's digest;
+                called in the threads that read, too.
         """
         self._me = me
         self._thread = thread

@@ -42,9 +42,17 @@ class LinkServer:
         handshake_s: float = HANDSHAKE_S,
         memory: ReadableMemory | None = None,
     ) -> None:
-        """``address`` is host and port; port 0 means any.
+        """Nothing is listened to yet.
 
-        ``memory`` lets nodes that can read the pool themselves.
+        Args:
+            me: What this node proves to others.
+            address: Host and port to listen on; port 0 means any.
+            offers: Finds the chunks that are asked for.
+            thread: Connections are served in it.
+            clock: For the connections.
+            observer: Hears of bytes that go and of connections that are refused.
+            handshake_s: Seconds that a node has for its handshake.
+            memory: Lets nodes that can read the pool themselves; None: none may.
         """
         self._me = me
         self._address = address

@@ -153,7 +153,12 @@ class FrameStream:
     ) -> None:
         """Send a frame whose body lies in a file.
 
-        ``moved`` is told of bytes as the system takes them.
+        Args:
+            head: The frame's head, encoded.
+            descriptor: Of the open file.
+            offset: Where the body begins in the file, in bytes.
+            size_bytes: The body's length.
+            moved: Told of how many bytes more the system took, as it takes them.
 
         Raises:
             OSError: the connection broke.

@@ -66,7 +66,15 @@ class CudaRangeRunner:
         *,
         graphs: GraphSet | None = None,
     ) -> None:
-        """Without ``graphs`` every step runs eagerly; ``eager`` is what torch takes then.
+        """Takes the memory of captured steps.
+
+        Args:
+            memory: the stage's.
+            parameters: the stage's; they may be placed later.
+            kv: the stage's.
+            eager: what torch takes memory from while a step runs eagerly.
+            graphs: captured steps; None: every step runs eagerly, as those of a model with experts
+                always do.
 
         Raises:
             UnsupportedModel: the dtype is one that only CPUs run, or heads are wider than the

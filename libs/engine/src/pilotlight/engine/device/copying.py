@@ -29,8 +29,13 @@ class PartCopier(Protocol):
         """Copies each source into its place, and converts where the dtypes differ.
 
         What comes to the device afterwards finds the places filled. Buffers that the device reads
-        itself may still be read then, until a call with ``last`` has returned. What is copied in
-        the ``background`` gives way to everything else that a device does.
+        itself may still be read then, until a call with ``last`` has returned.
+
+        Args:
+            stored: places, and what comes to them.
+            monotonic_s: a clock, in seconds.
+            last: the stage lacks no part after these: returns when no buffer is read any more.
+            background: gives way to everything else that a device does.
 
         Returns:
             How long copying took, and how long converting.

@@ -88,10 +88,16 @@ class KvCache:
         return self._rows[layer]
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy, in the host's memory, of one request's keys and values of positions [start,
-        stop).
+        """A copy, in the host's memory, of one request's keys and values.
 
-        [num_layers, 2, stop - start, num_kv_heads, head_dim].
+        Args:
+            layers: of the model, within the stage.
+            blocks: the request's, in order of positions.
+            start: first position.
+            stop: position after the last one.
+
+        Returns:
+            [num_layers, 2, stop - start, num_kv_heads, head_dim].
         """
         slots = slots_of(blocks, start, stop)
         layer_rows = [
@@ -103,7 +109,14 @@ class KvCache:
     def write(
         self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor
     ) -> None:
-        """Stores what ``read`` gave of the same layers, for the positions from ``start`` on."""
+        """Stores what ``read`` gave.
+
+        Args:
+            layers: those that were read.
+            blocks: the request's here, in order of positions.
+            start: first position that is stored.
+            keys_and_values: [num_layers, 2, num_tokens, num_kv_heads, head_dim].
+        """
         slots = slots_of(blocks, start, start + keys_and_values.shape[2])
         for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
             for half, new in zip(self._rows[layer], rows, strict=True):

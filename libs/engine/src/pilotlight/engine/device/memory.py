@@ -202,7 +202,13 @@ class StageMemory:
 
 
 def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> SlotLayout:
-    """Where everything of a stage's model lies in a slot of an arena.
+    """Where everything of a stage's model lies in a slot.
+
+    Args:
+        arena: whose slot it is.
+        decoder: the stage's model.
+        stage: its layers; those of the others are laid out, too.
+        dtype: in which it runs.
 
     Raises:
         NoRoom: the model is larger than a slot.

@@ -52,12 +52,16 @@ class Parameters:
         *,
         background: bool = False,
     ) -> PlacedPart:
-        """Copies a part's tensors, named as in the checkpoint, and converts them where the stage
-        runs in another dtype.
+        """Copies a part's tensors, and converts them where the stage runs in another dtype.
 
         A part that is in place stays as it is: a loader that reconnects may offer it again. The
         buffers are not needed afterwards; a device reads pinned ones until the last part is placed.
-        In the ``background`` it gives way.
+
+        Args:
+            part: its number: 0 is the embedding, layer n is n + 1, the head comes last.
+            tensors: all of the part's, named as in the checkpoint.
+            monotonic_s: a clock, in seconds.
+            background: gives way to everything else that the device does.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.

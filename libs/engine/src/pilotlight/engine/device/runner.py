@@ -84,6 +84,14 @@ def check_run(
 ) -> None:
     """Refuses what ``RangeRunner.run`` cannot run.
 
+    Args:
+        spec: the model.
+        stage: layers that can run here.
+        parameters: the stage's.
+        layers: what is to run.
+        batch: what it is to run for.
+        inputs: token ids or hidden states, see ``RangeRunner.run``.
+
     Raises:
         BadRequest: the range is not within the stage, some part of it is not in place yet, or the
             inputs do not fit the batch.

@@ -97,6 +97,12 @@ class GrammarHelper:
         """Begins a request's session; its verdict comes later, while the prompt runs, and may be
         that the grammar is wrong.
 
+        Args:
+            vocabulary: the model's; None: it is not here.
+            vocab_size: tokens for which there are logits: a verdict has a bit for each.
+            grammar: what the output has to follow.
+            output_ids: what was sampled already, in order.
+
         Raises:
             UnknownInstance: the vocabulary is not here.
             BadRequest: the grammar is too long.

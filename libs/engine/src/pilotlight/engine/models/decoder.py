@@ -198,7 +198,15 @@ class Decoder:
     def layer(
         self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend
     ) -> Tensor:
-        """One decoder layer, by its number in the model: [num_tokens, hidden] -> the same."""
+        """One decoder layer, [num_tokens, hidden].
+
+        Args:
+            layer: its number in the model.
+            weights: of its part.
+            hidden: what comes from the layer before, [num_tokens, hidden].
+            rotations: of the batch.
+            attend: the layer's attention over the KV cache.
+        """
         hidden = hidden + self.attention(
             layer, weights, self.norm(weights, "input_layernorm", hidden), rotations, attend
         )
@@ -209,7 +217,15 @@ class Decoder:
     def attention(
         self, layer: int, weights: Weights, x: Tensor, rotations: Rotations, attend: Attend
     ) -> Tensor:
-        """Attention with its projections: [num_tokens, hidden] -> the same."""
+        """Attention with its projections, [num_tokens, hidden].
+
+        Args:
+            layer: its number in the model.
+            weights: of its part.
+            x: hidden states after the norm, [num_tokens, hidden].
+            rotations: of the batch.
+            attend: the layer's attention over the KV cache.
+        """
         spec = self.spec
         num_turning = spec.num_heads + spec.num_kv_heads
         heads = linear(weights, QKV, x).view(-1, num_turning + spec.num_kv_heads, spec.head_dim)

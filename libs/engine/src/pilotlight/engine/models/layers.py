@@ -92,7 +92,14 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 
 def gated(weights: Weights, name: str, x: Tensor, activation: Activation) -> Tensor:
-    """A gated feed-forward network. [num_tokens, hidden] -> [num_tokens, hidden]."""
+    """A gated feed-forward network, [num_tokens, hidden].
+
+    Args:
+        weights: of the part.
+        name: what the names of the network's tensors begin with, such as ``mlp``.
+        x: hidden states after the norm, [num_tokens, hidden].
+        activation: what opens the gates, element by element.
+    """
     gates, ups = linear(weights, f"{name}.gate_up_proj", x).chunk(2, dim=-1)
     return linear(weights, f"{name}.down_proj", activation(gates) * ups)
 
@@ -100,11 +107,18 @@ def gated(weights: Weights, name: str, x: Tensor, activation: Activation) -> Ten
 def mixture(
     weights: Weights, name: str, x: Tensor, experts: Experts, activation: Activation
 ) -> Tensor:
-    """The experts that the router ``name.gate`` chooses for each token, by their shares.
-    [num_tokens, hidden] -> the same.
+    """The experts that the router ``name.gate`` chooses for each token, by their shares:
+    [num_tokens, hidden].
 
     Shares are float32, as in transformers. A token's experts are added up in the order of their
     shares, whatever else is in the batch.
+
+    Args:
+        weights: of the part.
+        name: what the names of the router's and the experts' tensors begin with, such as ``mlp``.
+        x: hidden states after the norm, [num_tokens, hidden].
+        experts: how many a token has, and whether their shares are made to add up to 1.
+        activation: what opens the gates, element by element.
     """
     probabilities = linear(weights, f"{name}.gate", x).softmax(dim=-1, dtype=torch.float32)
     shares, chosen = probabilities.topk(

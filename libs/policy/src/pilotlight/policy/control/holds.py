@@ -102,7 +102,14 @@ def reached_at(
     workers: Mapping[WorkerId, WorkerView],
     of: InstanceId,
 ) -> Member:
-    """A member with its address, as far as reports tell."""
+    """A member with its address, as far as reports tell.
+
+    Args:
+        member: Of an instance's group.
+        nodes: Nodes by name: the host.
+        workers: Workers by id: the port.
+        of: The instance.
+    """
     node, worker = nodes.get(member.node_id), workers.get(member.worker_id)
     held = worker.held(of) if worker is not None else None
     return replace(

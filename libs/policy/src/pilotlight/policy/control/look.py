@@ -98,7 +98,17 @@ class Look:
 def instances_due(
     instances: Iterable[InstanceId], books: Books, facts: ControlFacts, rules: ControlRules
 ) -> Mapping[InstanceId, float]:
-    """When instances are to be looked at if no report comes."""
+    """When instances are to be looked at if no report comes.
+
+    Args:
+        instances: Those that are asked for.
+        books: The instances, as control believes them to be.
+        facts: What this tick knows.
+        rules: Deadlines and keep-alives.
+
+    Returns:
+        Seconds on the clock of ``facts.now_s``, by instance; infinite: never.
+    """
     times: dict[InstanceId, float] = {}
     after_s = facts.now_s - PASSED_S
     for instance_id in instances:

@@ -80,6 +80,12 @@ def reconcile(
     7. a live worker has not taken up its stage within the deadline: failed
     8. every stage is ready: ready, with the moves that were missed in between
     9. some stage is held: loading
+
+    Args:
+        tracked: The instances that are looked at.
+        workers: What their workers say, with liveness.
+        now_s: The moment, monotonic.
+        rules: Deadlines.
     """
     changes: list[Change] = []
     for one in tracked:
@@ -193,8 +199,13 @@ def _part(
 def next_judgement_s(
     one: Record, workers: Mapping[WorkerId, WorkerView], after_s: float, rules: ReconcileRules
 ) -> float:
-    """When, after a time, silence alone could next change an instance: rules 2, 3 and 7; infinite:
-    never.
+    """When silence alone could next change an instance, by rules 2, 3 and 7; infinite: never.
+
+    Args:
+        one: The instance.
+        workers: What its workers say, with liveness.
+        after_s: Moments before this one do not count, monotonic.
+        rules: Deadlines.
     """
     instance = one.instance
     if not one.is_row:
@@ -225,6 +236,12 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
     A drain is a new generation, and so are other stages: workers that already obey the old one must
     hear of it. Time spent in a state counts from the last event; that spent on the way to the first
     token is added up.
+
+    Args:
+        before: The instance.
+        change: Its events, and what they bring.
+        epoch: Of the leader that decides.
+        now_s: The moment, monotonic.
     """
     state = before.state
     for event in change.events:

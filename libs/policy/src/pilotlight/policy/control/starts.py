@@ -124,7 +124,15 @@ class Tries:
         demand: tuple[Demand, ...],
         wanted: Mapping[ModelName, str],
     ) -> None:
-        """Take up one model's turn. ``left``: workers whose room is kept for others."""
+        """Take up one model's turn.
+
+        Args:
+            start: The model, and why it is to start.
+            left: Workers whose room is kept for others.
+            draft: The world, with what this tick has decided so far.
+            demand: What waits at gateways.
+            wanted: Why models are wanted, by name; others for the reason of ``start``.
+        """
         model = self._facts.models.get(start.model)
         if model is None or any(
             draft.books.records[one].tentative for one in draft.books.by_model.get(model.name, ())

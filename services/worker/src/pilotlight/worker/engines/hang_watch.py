@@ -40,9 +40,15 @@ class HangWatch:
         on_cores: bool,
         patience: Patience,
     ) -> None:
-        """``sent``: commands that it was sent so far.
+        """Nothing is watched yet.
 
-        ``on_cores``: it computes with its own processors, and waits for no device.
+        Args:
+            pid: Of the engine's process.
+            slate: Where it writes how far it is.
+            clock: Tells how long it has been still.
+            sent: Commands that it was sent so far.
+            on_cores: It computes with its own processors, and waits for no device.
+            patience: How long it may be still.
         """
         self.verdict = ""
         """Why it was found hanging."""

@@ -56,7 +56,14 @@ class SimRequests(dict[RequestKey, SimRequest]):
         return produced
 
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
-        """Ends a request."""
+        """End a request.
+
+        Args:
+            key: The request.
+            finish: How it ends.
+            code: Of the error, if it ends with one.
+            message: The error's.
+        """
         request = self.pop(key)
         self.ended.append(
             Produced(

@@ -229,7 +229,15 @@ class DecodeScratch:
     def __init__(
         self, max_splits: int, num_heads: int, num_kv_heads: int, head_dim: int, place: Place
     ) -> None:
-        """``place`` gives the memory."""
+        """Takes the memory.
+
+        Args:
+            max_splits: the most KV splits that a launch may have.
+            num_heads: of the queries.
+            num_kv_heads: of the keys and values.
+            head_dim: width of a head.
+            place: gives the memory, zeros.
+        """
         self.max_splits = max_splits
         self.partial = place((max_splits, num_heads, head_dim), torch.float32)
         self.marks = place((max_splits, num_heads, 2), torch.float32)

@@ -91,8 +91,13 @@ _run_add_norm = Kernel(_add_norm)
 
 
 def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds ``x`` to the residual in place, if there is one, and gives the RMS norm of the sum.
-    [num_tokens, hidden] -> the same.
+    """Adds to the residual, and gives the RMS norm of the sum, [num_tokens, hidden].
+
+    Args:
+        residual: [num_tokens, hidden], changed in place.
+        x: what is added, [num_tokens, hidden]; None: nothing.
+        weight: of the norm, [hidden].
+        eps: of the norm.
     """
     rows, hidden = residual.shape
     normed = torch.empty_like(residual)
@@ -278,8 +283,13 @@ _run_store = Kernel(_store)
 def store(
     new_keys: Tensor, new_values: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor]
 ) -> None:
-    """Stores rows [num_tokens, num_kv_heads, head_dim], each a row of its own in memory, at their
-    slots; at negative ones, nowhere.
+    """Stores rows of keys and values at their slots.
+
+    Args:
+        new_keys: [num_tokens, num_kv_heads, head_dim], each row contiguous.
+        new_values: [num_tokens, num_kv_heads, head_dim], each row contiguous.
+        slots: [num_tokens] int32, where they go; negative: nowhere.
+        stored: the layer's keys and values, [slots, num_kv_heads, head_dim].
     """
     keys, values = stored
     width = keys.shape[1] * keys.shape[2]
