@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
+.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-local-fetch bench-pictures soak lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -114,6 +114,10 @@ bench-attention-gpu:  ## prefill attention on this machine's GPU by head width a
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev
 	@$(PY) bench/dataplane/run.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PARTS),--parts $(PARTS))
+
+bench-local-fetch:  ## a file that the system has in memory into the host pool, beside what the machine can do, as JSON. PEERS=interpreter
+	@tools/bootstrap.sh dev
+	@$(PY) bench/dataplane/local_fetch.py $(if $(PEERS),--peers-python "$(PEERS)")
 
 bench-pictures:  ## the pictures in docs/pictures, from the results in bench/results
 	@tools/bootstrap.sh dev

@@ -22,6 +22,7 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
+from pilotlight.dataplane.file_reads import native_reads
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.origin import Nearby
@@ -156,6 +157,8 @@ def fetch_tools(
     nearby: tuple[Nearby, ...] = (),
     reads: int = READS,
     threads: int = THREADS,
+    native: bool = True,
+    local: int | None = None,
 ) -> FetchTools:
     """What every fetch of a loader works with."""
     clock = SystemClock()
@@ -164,11 +167,16 @@ def fetch_tools(
         readers=Readers(threads, STALL_TIMEOUT_S),
         manifests=Bare(manifest),
         open_source=open_source,
-        lanes=Lanes(LaneLimits(least=reads, most=threads), SourceLimits(None, clock), clock),
+        lanes=Lanes(
+            LaneLimits(least=reads, most=threads, local=local or len(os.sched_getaffinity(0))),
+            SourceLimits(None, clock),
+            clock,
+        ),
         distrusted=Distrusted(clock),
         faults=Faults.parse(""),
         clock=clock,
         phases=PhaseRecorder(clock, "bench"),
+        native=native_reads() if native else None,
         nearby=nearby,
     )
 

@@ -20,7 +20,7 @@ from pilotlight.common.errors import (
     SourceUnavailable,
 )
 from pilotlight.common.testing import until
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest, InstanceId

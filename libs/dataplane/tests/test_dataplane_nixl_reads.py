@@ -19,6 +19,7 @@ from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest, unit_digests
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import HostPoolFull
 from pilotlight.common.messages.link import Placed, Region
+from pilotlight.dataplane.chunk_fill import ChunkFill, ChunkWork
 from pilotlight.dataplane.link.nixl_process import NixlFailed, has_rdma, takes_nixl
 from pilotlight.dataplane.link.nixl_reader import AWAKE_S, BUSY_NAP_MS, IDLE_NAP_MS, Reader
 from pilotlight.dataplane.link.nixl_reads import Reads, UnitRead
@@ -35,7 +36,6 @@ from pilotlight.dataplane.link.nixl_wire import (
 )
 from pilotlight.dataplane.link.one_sided import WINDOW, OneSidedReads
 from pilotlight.dataplane.link.sender import LONGEST_BEAT_S
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.policy.ids import NodeId
 

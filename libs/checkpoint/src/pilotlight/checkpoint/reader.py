@@ -201,6 +201,18 @@ class FolderSource(BufferedSource):
             raise SourceChanged("the file has become shorter while it was read", file=file.name)
 
     @contextmanager
+    def opened(self, file: SourceFile) -> Generator[tuple[int, Callable[[], None]]]:
+        """A descriptor of the version that was listed, for a reader of its own, and what says
+        after reading that it still is.
+
+        Raises:
+            SourceChanged, SourceUnavailable: as ``pieces``; so does the second of what it gives,
+                and ``OSError`` within is one of them.
+        """
+        with self._opened(file) as descriptor:
+            yield descriptor, lambda: self._check_still(file)
+
+    @contextmanager
     def _opened(self, file: SourceFile) -> Generator[int]:
         """A descriptor of the version that was listed.
 

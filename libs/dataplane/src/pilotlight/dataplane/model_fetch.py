@@ -28,20 +28,28 @@ from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import Signal, cancel_all
 from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted, OriginObserver
+from pilotlight.dataplane.chunk_fill import ChunkFill
+from pilotlight.dataplane.file_reads import FileReads
 from pilotlight.dataplane.held import HeldChunk, held_chunk
 from pilotlight.dataplane.lanes import Lanes
-from pilotlight.dataplane.origin import ChunkFill, Keeper, Nearby
+from pilotlight.dataplane.origin import Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool, PartImage
 from pilotlight.dataplane.readers import Readers, Reading
 from pilotlight.dataplane.shares import Rate, Shares
 from pilotlight.dataplane.source_origin import OpenedLate, OpenSource
 from pilotlight.dataplane.whole_files import FileCheck, can_be_checked, check_layout
+from pilotlight.native.library import Library
 from pilotlight.policy.cluster import FetchPriority, OriginKind, Transfer
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
 
 log = structlog.get_logger()
+
+AHEAD = 1.5
+"""For each thread that reads, chunks that are under way or wait for it: one that is late holds up
+few behind it.
+"""
 
 
 class Manifests(Protocol):
@@ -88,6 +96,8 @@ class FetchTools:
     faults: Faults
     clock: Clock
     phases: PhaseRecorder
+    native: Library | None = None
+    """Reads files of this machine; None: it cannot be had, and they are read in Python."""
     nearby: tuple[Nearby, ...] = ()
     """What knows of origins that are nearer than a model's source, the nearest first."""
     keepers: tuple[Keeper, ...] = ()
@@ -287,7 +297,7 @@ class ModelFetch:
         )
         while True:
             while (
-                len(self._in_flight) < tools.readers.threads
+                len(self._in_flight) < AHEAD * tools.readers.threads
                 and (following := self._next_chunk(manifest)) is not None
             ):
                 self._in_flight.append(self._begin(chunks, *following))
@@ -327,7 +337,12 @@ class ModelFetch:
         def place(offset: int, data: memoryview) -> None:
             pool.write(image, chunk.image_offset + offset, data)
 
-        fill = ChunkFill(chunk.digest, chunk.size_bytes, place)
+        def memory() -> memoryview:
+            return pool.view(image, chunk.image_offset, chunk.size_bytes)
+
+        library = self._tools.native
+        files = FileReads(library, memory, pool.path.parent) if library is not None else None
+        fill = ChunkFill(chunk.digest, chunk.size_bytes, place, files)
         reading = asyncio.create_task(
             chunks.fetch(image.part, index, fill), name=f"fetch part {image.part} chunk {index}"
         )

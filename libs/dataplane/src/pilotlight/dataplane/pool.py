@@ -13,6 +13,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -23,7 +24,7 @@ from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
 from pilotlight.dataplane.extents import Extent, Extents
-from pilotlight.dataplane.pool_file import boot_id, lock, make_file
+from pilotlight.dataplane.pool_file import boot_id, lock, make_file, pool_full
 from pilotlight.dataplane.table import (
     HEADER_BYTES,
     VERSION,
@@ -37,11 +38,6 @@ from pilotlight.dataplane.table import (
 from pilotlight.policy.ids import Digest, Epoch
 
 log = structlog.get_logger()
-
-SMALL_UNIT_BYTES = 64 * 1024
-LARGE_UNIT_BYTES = 2 * 1024 * 1024
-LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
-"""From this size on, extents are cut in huge pages."""
 
 SERIAL_BITS = 63
 """Half of a 64-bit number: every language's integers hold it."""
@@ -85,11 +81,6 @@ class HeldCopy:
     last_used_s: float
 
 
-def unit_bytes_of(pool_bytes: int) -> int:
-    """What extents are cut in, for a pool of this size."""
-    return LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
-
-
 class HostPool:
     """The pool of one node, held by its loader."""
 
@@ -99,6 +90,9 @@ class HostPool:
         self._descriptor = descriptor
         self._clock = clock
         self._mapped = mmap.mmap(descriptor, header.geometry.file_bytes)
+        with suppress(OSError):
+            # Where the file system gives them, which most do not unless they are told to.
+            self._mapped.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._mapped)
         self._highest_epoch = header.highest_epoch
         self._table = ChunkTable(self._mapped, header.geometry.slots)
@@ -120,10 +114,7 @@ class HostPool:
             HostPoolTaken: another loader holds the pool.
             OSError: the file cannot be made.
         """
-        geometry = Geometry(
-            data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes),
-            unit_bytes=unit_bytes_of(size_bytes),
-        )
+        geometry = Geometry.of(size_bytes)
         found: Header | None = None
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -170,6 +161,13 @@ class HostPool:
                 action="pool_unmap_late",
             )
         os.close(self._descriptor)
+
+    def memory(self, offset: int, size_bytes: int) -> memoryview:
+        """Where bytes [offset, offset + size_bytes) of the data are mapped, whosever they are;
+        release it when done.
+        """
+        start = self.geometry.data_offset + offset
+        return self._view[start : start + size_bytes]
 
     @property
     def highest_epoch(self) -> Epoch:
@@ -274,9 +272,7 @@ class HostPool:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise HostPoolFull(
-                f"{self.path.parent} is full: make it larger than PILOTLIGHT_POOL_BYTES"
-            ) from error
+            raise pool_full(self.path.parent) from error
 
     def file_offset(self, image: PartImage) -> int:
         """Where an image starts, from the start of the file."""
@@ -469,8 +465,7 @@ class HostPool:
         return all(
             (entry.chunks_in_part, entry.image_bytes, entry.serial)
             == (first.chunks_in_part, first.image_bytes, first.serial)
-            and entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
-            and entry.extent_offset + entry.image_bytes <= self._extents.size_bytes
+            and self.geometry.has_room_for(entry)
             and self._digest_of(entry) == entry.chunk_digest
             for entry in entries
         )

@@ -7,7 +7,7 @@ import mmap
 import os
 from pathlib import Path
 
-from pilotlight.common.errors import HostPoolTaken
+from pilotlight.common.errors import HostPoolFull, HostPoolTaken
 from pilotlight.dataplane.table import Header, write_header
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -19,6 +19,11 @@ def boot_id() -> str:
     What an earlier one left in a file was perhaps never written back whole.
     """
     return _BOOT_ID.read_text().strip()
+
+
+def pool_full(folder: Path) -> HostPoolFull:
+    """What is raised where the file system that a pool is in gives no more memory."""
+    return HostPoolFull(f"{folder} is full: make it larger than PILOTLIGHT_POOL_BYTES")
 
 
 def lock(descriptor: int, path: Path) -> None:

@@ -122,23 +122,36 @@ class PrioritySemaphore:
         self._held.remove(permit)
         self._serve()
 
+    def take_now(self, rank: Rank, recalled: asyncio.Event | None = None) -> Permit | None:
+        """As ``take``, without waiting; None where it would."""
+        if self._waiting or len(self._held) >= self._limit:
+            return None
+        permit = Permit(rank, recalled or asyncio.Event())
+        self._held.append(permit)
+        return permit
+
     def _serve(self) -> None:
-        while self._waiting and len(self._held) < self._limit:
-            first = min(self._waiting, key=lambda waiting: waiting.order)
+        if not self._waiting:
+            return
+        # A rank may be dear to ask for: each is asked once.
+        ordered = sorted(
+            ((waiting.order, waiting) for waiting in self._waiting), key=lambda found: found[0]
+        )
+        while ordered and len(self._held) < self._limit:
+            _, first = ordered.pop(0)
             self._waiting.remove(first)
             if not first.given.cancelled():
                 permit = Permit(first.rank, first.recalled)
                 self._held.append(permit)
                 first.given.set_result(permit)
-        self._recall()
+        self._recall([order[0][0] for order, _ in ordered])
 
-    def _recall(self) -> None:
+    def _recall(self, waiting: list[int]) -> None:
         """Ask as many back as higher ranks wait for; of those that are held, the newest of the
         lowest rank.
         """
         coming = sum(permit.recalled.is_set() for permit in self._held)
-        for waiting in sorted(self._waiting, key=lambda waiting: waiting.order)[coming:]:
-            matters = waiting.rank()[0]
+        for matters in waiting[coming:]:
             lesser = [
                 permit
                 for permit in self._held

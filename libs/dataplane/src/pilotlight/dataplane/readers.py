@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pilotlight.common.errors import SourceUnavailable
 from pilotlight.dataplane.priority_semaphore import (
@@ -29,18 +29,44 @@ class Abandoned(Exception):
     """What is being read is not awaited any more."""
 
 
+class Counting(Protocol):
+    """Work that counts by itself, while it goes on."""
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes that came; any thread may look."""
+        ...
+
+
 class ReadProgress:
     """Counts the bytes of one read, across threads, and ends it once no fetch waits for it."""
 
     def __init__(self) -> None:
-        self.bytes = 0
         self.signs = 0
         self.abandoned = False
+        self._bytes = 0
+        self._followed: Counting | None = None
 
     def __call__(self, count: int) -> None:
         """Told of bytes as they come."""
-        self.bytes += count
+        self._bytes += count
         self.check()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that came."""
+        followed = self._followed
+        return self._bytes + (followed.done_bytes if followed is not None else 0)
+
+    def follow(self, work: Counting) -> None:
+        """Count what comes of work that counts by itself, until ``unfollow``."""
+        self._followed = work
+
+    def unfollow(self) -> None:
+        """The work has ended; what came of it stays counted."""
+        if self._followed is not None:
+            count, self._followed = self._followed.done_bytes, None
+            self._bytes += count
 
     @property
     def moves(self) -> int:
@@ -92,6 +118,13 @@ class Readers:
                 timeout.
             Recalled: ``recalled`` was set before one did.
         """
+        permit = self._permits.take_now(rank, recalled) or await self._permit(rank, recalled)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work, progress)
+        self._running[future] = progress, permit
+        future.add_done_callback(self._on_done)
+        return future
+
+    async def _permit(self, rank: Rank, recalled: asyncio.Event | None) -> Permit:
         waiting = asyncio.ensure_future(self._permits.take(rank, recalled))
         try:
             if not await self.ended(waiting, self._moved, recalled):
@@ -102,10 +135,7 @@ class Readers:
             if not waiting.cancel() and not waiting.cancelled():
                 self._permits.give_back(waiting.result())
             raise
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work, progress)
-        self._running[future] = progress, waiting.result()
-        future.add_done_callback(self._on_done)
-        return future
+        return waiting.result()
 
     def give_up(self, future: "asyncio.Future[Any]") -> None:
         """A read is not awaited any more: let others read, though its thread may hang on."""

@@ -7,18 +7,21 @@
 """
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from pilotlight.checkpoint.errors import CheckpointError
+from pilotlight.checkpoint.bulk import is_read_past
+from pilotlight.checkpoint.errors import CheckpointError, SourceChanged
 from pilotlight.checkpoint.manifest import Chunk, Manifest
-from pilotlight.checkpoint.reader import Source
+from pilotlight.checkpoint.reader import FolderSource, Source
 from pilotlight.common.errors import UriNotAllowed, error_of
 from pilotlight.dataplane.bandwidth import link_of
-from pilotlight.dataplane.origin import ChunkWork, Origin
+from pilotlight.dataplane.chunk_fill import ChunkWork
+from pilotlight.dataplane.origin import Origin
 from pilotlight.dataplane.readers import Abandoned
+from pilotlight.native.reads import FileSpan, FileTooShort, NotResident
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.model import Model
 
@@ -138,6 +141,12 @@ class SourceOrigin:
             SourceChanged: the source is not what the manifest pinned.
             SourceUnavailable: it cannot be read.
         """
+        if isinstance(self._source, FolderSource) and work.takes_files:
+            try:
+                if self._read_files(self._source, chunk, work):
+                    return
+            except CheckpointError as error:
+                raise error_of(error.code, str(error)) from error
         for run in runs_from(chunk, work.position):
             gaps = iter(run.pieces)
             start, stop = next(gaps)
@@ -158,6 +167,34 @@ class SourceOrigin:
                             done += len(fitting)
         work.write(bytes(work.left_bytes))
 
+    def _read_files(self, source: FolderSource, chunk: Chunk, work: ChunkWork) -> bool:
+        """Read the chunk straight into the pool; False: what is missing is better read past the
+        system's memory.
+        """
+        with ExitStack() as opened:
+            files = {segment.file: self._files[segment.file] for segment in chunk.segments}
+            found = {
+                number: opened.enter_context(source.opened(file)) for number, file in files.items()
+            }
+            spans = _spans_of(
+                chunk, {number: descriptor for number, (descriptor, _) in found.items()}
+            )
+
+            def check() -> None:
+                for _, still_is in found.values():
+                    still_is()
+
+            try:
+                try:
+                    work.read_files(spans, check, resident_only=True)
+                except NotResident:
+                    if any(is_read_past(file.size_bytes) for file in files.values()):
+                        return False
+                    work.read_files(spans, check)
+            except FileTooShort as error:
+                raise SourceChanged("a file has become shorter while it was read") from error
+        return True
+
     def read_range(
         self, file: int, start: int, stop: int, check: Callable[[], None]
     ) -> Generator[memoryview]:
@@ -173,6 +210,24 @@ class SourceOrigin:
     def close(self) -> None:
         """As ``ModelSource.close``."""
         self._source.close()
+
+
+def _spans_of(chunk: Chunk, descriptors: Mapping[int, int]) -> list[FileSpan]:
+    """What fills a chunk, by open files."""
+    spans: list[FileSpan] = []
+    for run in runs_from(chunk, 0):
+        offset = run.file_offset
+        for start, stop in run.pieces:
+            last = spans[-1] if spans else None
+            if last is not None and (last.stop, last.file_offset + last.stop - last.start) == (
+                start,
+                offset,
+            ):
+                spans[-1] = last._replace(stop=stop)
+            else:
+                spans.append(FileSpan(descriptors[run.file], offset, start, stop))
+            offset += stop - start
+    return spans
 
 
 def runs_from(chunk: Chunk, position: int) -> list[Run]:

@@ -25,6 +25,10 @@ VERSION = 2
 """2: digests of chunks are those of ``checkpoint.digests``."""
 HEADER_BYTES = 4096
 ENTRY_BYTES = 128
+SMALL_UNIT_BYTES = 64 * 1024
+LARGE_UNIT_BYTES = 2 * 1024 * 1024
+LARGE_POOL_BYTES = 16 * 1024 * 1024 * 1024
+"""From this size on, extents are cut in huge pages."""
 DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
 """Where the data starts: a huge page's boundary."""
 
@@ -54,6 +58,12 @@ class Geometry:
     unit_bytes: int
     """What extents are cut in."""
 
+    @classmethod
+    def of(cls, size_bytes: int) -> "Geometry":
+        """That of a pool of so many bytes, or a little less."""
+        unit_bytes = LARGE_UNIT_BYTES if size_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
+        return cls(data_bytes=size_bytes // unit_bytes * unit_bytes, unit_bytes=unit_bytes)
+
     @property
     def slots(self) -> int:
         """Entries of the table: one a unit, so that extents run out first."""
@@ -64,6 +74,11 @@ class Geometry:
         """Where part images start."""
         table_end = HEADER_BYTES + self.slots * ENTRY_BYTES
         return -(-table_end // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+
+    def has_room_for(self, entry: "ChunkEntry") -> bool:
+        """Whether an entry's image lies within the data, and its chunk within the image."""
+        ends_within = entry.chunk_offset + entry.chunk_bytes <= entry.image_bytes
+        return ends_within and entry.extent_offset + entry.image_bytes <= self.data_bytes
 
     @property
     def file_bytes(self) -> int:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
 LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-ldl")
 COMPILERS = ("g++", "c++", "clang++")
 COMPILE_DEADLINE_S = 600.0

@@ -68,6 +68,16 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_close": (None, (c_void_p,)),
+    "read_open": (
+        c_int,
+        (c_uint64, c_uint64, c_uint64, c_uint64, c_void_p, c_int, c_void_p, POINTER(c_void_p)),
+    ),
+    "read_run": (c_int, (c_void_p, c_int, c_void_p, POINTER(c_int), POINTER(c_int))),
+    "read_cancel": (None, (c_void_p,)),
+    "read_close": (None, (c_void_p,)),
+    "populate": (c_int, (c_uint64, c_uint64)),
+    "blake3": (None, (c_char_p, c_uint64, c_char_p)),
+    "blake3_lanes": (c_int, (c_char_p, c_void_p, c_char_p)),
     "dlpack": (c_void_p, (c_uint64, c_int, c_int, c_int, c_int, c_int, POINTER(c_int64))),
 }
 

@@ -27,9 +27,11 @@ from pilotlight.common.waiting import Backoff, pause
 from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.file_reads import native_reads
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.model_fetch import FetchTools
 from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_pages import PoolPages
 from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
@@ -45,6 +47,7 @@ from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
+from pilotlight.native.library import Library
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.model import Model
 
@@ -111,7 +114,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     disk = await open_disk(context, pool, metrics)
     manifests = StoredManifests(context.store, context.background)
     links = find_links(context, node_id, metrics)
-    tools = _tools(context, pool, disk, links, manifests)
+    tools = _tools(context, pool, disk, links, manifests, await asyncio.to_thread(native_reads))
     copies = HostCopies(tools, context.background, observer)
     if links is not None:
         links.listen(pool, tools, copies)
@@ -166,7 +169,15 @@ async def build(context: Context[LoaderSettings]) -> Application:
     first = [disk] if disk is not None else []
     second = [links] if links is not None else []
     keeper = PoolKeeper(pool, copies, settings)
-    return Application(components=[*first, keeper, *second, server, reporter, handlers, supervisor])
+    is_ahead = workers.kind == "cuda" if settings.pool_ahead is None else settings.pool_ahead
+    ahead = (
+        [PoolPages(pool, tools.native, lambda: copies.is_fetching)]
+        if is_ahead and tools.native is not None
+        else []
+    )
+    return Application(
+        components=[*first, keeper, *ahead, *second, server, reporter, handlers, supervisor]
+    )
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
@@ -216,6 +227,7 @@ def _tools(
     disk: NodeDisk | None,
     links: NodeLinks | None,
     manifests: StoredManifests,
+    native: Library | None,
 ) -> FetchTools:
     settings = context.settings
     nearby = (
@@ -233,7 +245,11 @@ def _tools(
         manifests=manifests,
         open_source=open_source,
         lanes=Lanes(
-            LaneLimits(least=settings.fetch_reads, most=settings.fetch_threads),
+            LaneLimits(
+                least=settings.fetch_reads,
+                most=settings.fetch_threads,
+                local=len(os.sched_getaffinity(0)),
+            ),
             SourceLimits(parse_bandwidth(settings.link), context.clock),
             context.clock,
         ),
@@ -241,6 +257,7 @@ def _tools(
         faults=Faults.parse(settings.faults),
         clock=context.clock,
         phases=reported_phases(context.bus, context.clock, context.background, "loader"),
+        native=native,
         nearby=nearby,
         keepers=(disk.writer,) if disk is not None else (),
     )
