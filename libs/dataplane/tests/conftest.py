@@ -20,6 +20,7 @@ from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch_tools import FetchTools
+from pilotlight.dataplane.file_reads import native_reads
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.model_fetch import PartsClaim
 from pilotlight.dataplane.origin import Keeper, Nearby
@@ -187,6 +188,7 @@ async def make_node(tmp_path: Path, anyio_backend: str):
         nearby: Sequence[Nearby] = (),
         keepers: Sequence[Keeper] = (),
         threads: int = 4,
+        native: bool = True,
     ) -> Node:
         clock = SystemClock()
         pool = HostPool.open(tmp_path / f"pool-{len(nodes)}", pool_bytes, clock)
@@ -203,6 +205,7 @@ async def make_node(tmp_path: Path, anyio_backend: str):
             faults=Faults.parse(faults),
             clock=clock,
             phases=seen.recorder,
+            native=native_reads() if native else None,
             nearby=tuple(nearby),
             keepers=tuple(keepers),
         )

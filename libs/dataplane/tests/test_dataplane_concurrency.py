@@ -13,10 +13,10 @@ from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.testing import until
 from pilotlight.dataplane import bandwidth
-from pilotlight.dataplane.bandwidth import BandwidthLimit
+from pilotlight.dataplane.bandwidth import BandwidthLimit, SourceLimits
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.concurrency import Concurrency
-from pilotlight.dataplane.lanes import Lane, LaneLimits
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.lanes import Lane, LaneLimits, Lanes
 from pilotlight.dataplane.priority_semaphore import PrioritySemaphore, Recalled, in_order_of_arrival
 from pilotlight.policy.cluster import FetchPriority, OriginKind
 from pilotlight.policy.ids import InstanceId
@@ -300,3 +300,41 @@ async def test_what_a_cold_start_needs_of_a_model_comes_before_the_rest_of_it(
         assert [part.part async for part in node.copies.ready_parts(needed)] == [last]
         assert [part.part async for part in node.copies.ready_parts(cold)] == [1]
         assert [part.part async for part in node.copies.ready_parts(rest)] == list(range(last))
+
+
+@pytest.mark.anyio
+async def test_a_permit_that_is_free_is_had_at_once_and_never_before_those_who_wait() -> None:
+    permits = PrioritySemaphore(2)
+    first, second = permits.take_now(in_order_of_arrival), permits.take_now(in_order_of_arrival)
+    assert first is not None
+    assert second is not None
+    assert permits.take_now(in_order_of_arrival) is None
+    waiting = asyncio.create_task(permits.take(in_order_of_arrival))
+    await until(lambda: permits.wanted == 1)
+    permits.resize(1)
+    permits.give_back(first)
+    assert permits.take_now(in_order_of_arrival) is None
+    permits.give_back(second)
+    permits.give_back(await waiting)
+    assert permits.take_now(in_order_of_arrival) is not None
+
+
+@pytest.mark.parametrize(
+    ("link", "kind", "reads"),
+    [
+        ("file://", OriginKind.SOURCE, 8),
+        ("disk", OriginKind.DISK, 8),
+        ("s3://bucket", OriginKind.SOURCE, 2),
+        ("node-2", OriginKind.PEER, 2),
+    ],
+)
+def test_files_of_this_machine_are_read_by_every_core_from_the_first_moment(
+    link: str, kind: OriginKind, reads: int
+) -> None:
+    class From:
+        def __init__(self) -> None:
+            self.link, self.kind = link, kind
+
+    clock = SystemClock()
+    lanes = Lanes(LaneLimits(least=2, most=8, local=64), SourceLimits(None, clock), clock)
+    assert lanes.of(From()).reads == reads  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.errors import BadRequest, HostPoolFull, SourceUnavailable
 from pilotlight.common.testing import until
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest, InstanceId

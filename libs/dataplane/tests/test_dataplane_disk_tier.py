@@ -20,8 +20,9 @@ from killed_writers import DISK_CONTENTS, DISK_SIZES, disk_content, killed, star
 
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest
 from pilotlight.common.errors import DiskTierTaken
+from pilotlight.dataplane.chunk_fill import MixedBytes
 from pilotlight.dataplane.disk_tier import BLOCK_BYTES, RETRY_S, DiskEvent, DiskOrigin, Unwritten
-from pilotlight.dataplane.origin import MixedBytes, NotHere
+from pilotlight.dataplane.origin import NotHere
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest
 

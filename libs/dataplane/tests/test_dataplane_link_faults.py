@@ -19,6 +19,7 @@ from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Ask, FromReceiver, Sent, Units, Waiting
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import cancel_all
+from pilotlight.dataplane.chunk_fill import ChunkFill, ChunkWork, WrongBytes
 from pilotlight.dataplane.link.peer import LinkState, PeerLink
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
@@ -30,7 +31,6 @@ from pilotlight.dataplane.link.wire import (
     parse_head,
 )
 from pilotlight.dataplane.link.yielding import HOLD_S
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork, WrongBytes
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Digest, InstanceId, NodeId

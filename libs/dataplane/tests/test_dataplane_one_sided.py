@@ -14,10 +14,10 @@ from structlog.testing import capture_logs
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest, unit_digests
 from pilotlight.common.errors import HostPoolFull
 from pilotlight.common.messages.link import Placed, Region
+from pilotlight.dataplane.chunk_fill import ChunkFill, ChunkWork
 from pilotlight.dataplane.link.nixl_process import NixlFailed
 from pilotlight.dataplane.link.nixl_reads import UnitRead
 from pilotlight.dataplane.link.one_sided import WINDOW, OneSidedReads
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.policy.ids import NodeId
 

@@ -21,8 +21,9 @@ from pilotlight.common.errors import CorruptChunk, HostPoolFull, SourceChanged, 
 from pilotlight.common.testing import until
 from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import ChunkFetch, Distrusted
+from pilotlight.dataplane.chunk_fill import ChunkFill, ChunkWork
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork, NotHere
+from pilotlight.dataplane.origin import NotHere
 from pilotlight.dataplane.readers import Abandoned, Readers, Reading, ReadProgress
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest

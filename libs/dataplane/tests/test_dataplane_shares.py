@@ -16,7 +16,7 @@ from pilotlight.common.messages.spans import SpanBatch, SpanRecord
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.telemetry import start_telemetry, stop_telemetry
 from pilotlight.common.testing import until
-from pilotlight.dataplane.origin import ChunkFill, ChunkWork, WrongBytes
+from pilotlight.dataplane.chunk_fill import ChunkFill, ChunkWork, WrongBytes
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.dataplane.shares import SAMPLE_S, Rate
 from pilotlight.policy.cluster import FetchPriority, OriginKind

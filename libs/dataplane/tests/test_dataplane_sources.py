@@ -22,7 +22,7 @@ from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.common.waiting import Backoff
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.readers import LOOKS, Abandoned, Readers, ReadProgress
 from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.policy.ids import Digest, InstanceId

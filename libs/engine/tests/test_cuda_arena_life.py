@@ -200,11 +200,24 @@ class Life(RuleBasedStateMachine):
         assert self.arena.physical_bytes == granules + len(chunks) * POOL_CHUNK_BYTES, (
             "graph pools share their memory"
         )
-        assert self.fake.used_bytes == self.before + self.arena.physical_bytes
+        assert self.fake.used_bytes >= self.before + self.arena.physical_bytes
+
+    @rule()
+    def settle(self):
+        """At any other time the arena's thread is anywhere."""
+        self.arena.native_arena.settle(self.arena.most_idle_bytes)
+        kept = self.arena.physical_bytes + self.arena.idle_bytes
+        assert self.fake.used_bytes == self.before + kept
+        assert self.arena.backed_bytes + self.arena.idle_bytes <= self.arena.capacity_bytes
+
+    @rule()
+    def trim(self):
+        self.arena.trim()
+        assert self.arena.idle_bytes == 0
 
     @staticmethod
     def held_bytes(stage):
-        memory, layout = stage.memory, stage.memory._layout
+        memory, layout = stage.memory, stage.memory.layout
         parts = sum(layout.part(part).num_bytes for part in memory.parts)
         layers = range(memory.stage.start, memory.stage.stop)
         kv = sum(
@@ -212,7 +225,7 @@ class Life(RuleBasedStateMachine):
             for layer in layers
             for extent in layout.kv(layer, 0, memory.num_blocks)
         )
-        return parts + kv + memory._steps_backed - layout.steps.start
+        return parts + kv + memory.steps_bytes
 
     @invariant()
     def what_was_written_is_there(self):

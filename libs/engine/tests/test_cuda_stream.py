@@ -5,17 +5,21 @@ Rates are measured in tests/gpu.
 
 import gc
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_cuda import MIB, FakeCuda, fake_cuda
+from fp8_models import quantized_model
+from random_models import source_of
 
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.stream import PinnedSlabs
+from pilotlight.engine.cuda.stream import SMALL_BYTES, PinnedSlabs
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import BadCheckpoint, EngineFailed
 from pilotlight.engine.models.registry import decoder_of
+from pilotlight.native.copier import Copier
 from pilotlight.policy.model import Dtype
 
 
@@ -60,7 +64,10 @@ def test_every_tensor_comes_to_its_place(arena, checkpoint, clock, kind):
             ), name
 
 
-def test_conversion_rounds_as_torch_does(arena, checkpoint, clock):
+@pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES])
+def test_conversion_rounds_as_torch_does(arena, checkpoint, clock, monkeypatch, small_bytes):
+    """On the device as on the host."""
+    monkeypatch.setattr("pilotlight.engine.cuda.stream.SMALL_BYTES", small_bytes)
     model = checkpoint("llama")
     placed = loaded(arena, model, Dtype.BFLOAT16, clock)
     for tensors in model.parts.values():
@@ -69,6 +76,31 @@ def test_conversion_rounds_as_torch_does(arena, checkpoint, clock):
                 placed[name],
                 torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape).bfloat16(),
             ), name
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-tensor", "compressed-channel"])
+def test_scales_are_converted_while_the_device_copies(arena, clock, monkeypatch, form):
+    """No part waits for the copies before it; but for the last one, which waits for all."""
+    waited: list[int] = []
+    wait_done = Copier.wait_done
+
+    def watched(copier, ticket):
+        waited.append(ticket)
+        wait_done(copier, ticket)
+
+    monkeypatch.setattr(Copier, "wait_done", watched)
+    model = quantized_model("qwen3", form, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    parts = [{name: source_of(one) for name, one in part.items()} for part in model.parts()]
+    offered = SimpleNamespace(spec=model.spec, parts=dict(enumerate(parts)))
+    placed = loaded(arena, offered, Dtype.BFLOAT16, clock)
+    assert len(waited) == 1
+    for name, stored in model.tensors.items():
+        there = placed[name]
+        if "scale" in name:
+            assert there.dtype is torch.float32
+            assert torch.equal(there, stored.float().expand(there.shape)), name
+        else:
+            assert torch.equal(there.view(torch.uint8), stored.view(torch.uint8)), name
 
 
 def test_pinned_memory_is_read_where_it_lies(arena, checkpoint, clock, fake):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pilotlight.checkpoint.checkpoint import read_checkpoint
+from pilotlight.checkpoint.reader import FolderSource
+
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ROOT / "bench"
 
@@ -107,6 +110,46 @@ def test_every_row_fits_into_the_time_of_a_shape():
             + EXACT_S[shape]
             < 230
         )
+
+
+def test_fp8_is_told_beside_bfloat16():
+    from engine_gpu_fp8 import below_floors, beside_bfloat16
+
+    def rows(**figures):
+        return {"rows": [{"row": "decode, batch 1", "unit": "ms", **figures}]}
+
+    found = {
+        "8B": rows(ours=4.2, vllm=4.4),
+        "8B-fp8": rows(ours=2.8, vllm=3.0),
+        "8B-fp8-channel": rows(ours=3.5),
+    }
+    lines = beside_bfloat16(found)
+    assert [line["ratios"] for line in lines] == [{"ours": 1.5, "vllm": 1.4}, {"ours": 1.2}]
+    assert [line["floor"]["met"] for line in lines] == [True, False]
+    assert below_floors(lines) == [
+        "8B-fp8-channel: decode, batch 1: 1.2 of our bfloat16, below 1.4"
+    ]
+    rate = {"row": "128", "unit": "tokens/s"}
+    faster = {"8B": {"rows": [{**rate, "ours": 100}]}, "8B-fp8": {"rows": [{**rate, "ours": 130}]}}
+    assert beside_bfloat16(faster)[0]["ratios"] == {"ours": 1.3}
+    assert beside_bfloat16({"8B-fp8": rows(ours=1.0)}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-fp8", "tiny-fp8-channel"])
+def test_a_written_checkpoint_is_one_as_published(shape, tmp_path):
+    from engine_gpu_job import QUANTIZED
+    from engine_gpu_weights import spec_of, write
+
+    write(shape, tmp_path)
+    read = read_checkpoint(FolderSource(tmp_path)).spec
+    expected = spec_of(shape)
+    # An image has room between tensors.
+    assert read.part_bytes == pytest.approx(expected.part_bytes, rel=0.01)
+    assert (read.quantization is None) == (shape not in QUANTIZED)
+    if read.quantization and expected.quantization:
+        assert read.quantization.scales is expected.quantization.scales
+        assert read.quantization.scale_suffix == expected.quantization.scale_suffix
 
 
 def test_weights_take_what_the_shapes_say():

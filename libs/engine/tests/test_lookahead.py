@@ -80,6 +80,8 @@ def talk(
         stops = tuple(dice.sample(range(199), 12)) if number % 3 == 0 else ()
         strange = {3: {"top_k": 5}, 17: {"repetition_penalty": 1.2}}.get(number, {})
         max_tokens = 3 if strange else dice.randrange(1, 40)
+        if number % 4 == 0:
+            strange = {"logprobs": True, "top_logprobs": 2}
         run.add(
             f"r{number}",
             prompt,

@@ -315,3 +315,26 @@ def test_kv_does_not_shrink_below_what_a_request_here_may_reach(checkpoint, driv
     assert runs.finish()["a"] == model.greedy(prompts[2], 40)
     with pytest.raises(StageBusy):
         staged(driver, model, cuts(4, 2)).lead.engine.resize(INSTANCE, 1 << 22)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_kv_that_has_to_shrink_keeps_what_fits_and_sends_the_rest_elsewhere(
+    checkpoint, driver, prompts, steps
+):
+    """In the middle of a prompt, and of outputs: none is lost, and tokens are the same."""
+    runs, model = driver(BatchLimits(step_tokens=16, running=8)), checkpoint("llama")
+    room = runs.load(model, kv_tokens=512)
+    runs.add("stays", prompts[1], max_tokens=20)
+    runs.add("goes", prompts[2], max_tokens=100)
+    for _ in range(steps):
+        runs.step()
+    before = len(runs.outputs["goes"].token_ids)
+    runs.engine.resize(INSTANCE, room.parameter_bytes + 64 * room.kv_bytes_per_token, must=True)
+    runs.capacity_tokens = 64
+    runs.engine._stages[INSTANCE].scheduler._tables.check()
+    while runs.engine.has_work:
+        runs.step()
+    assert runs.outputs["stays"].token_ids == model.greedy(prompts[1], 20)
+    gone = runs.outputs["goes"]
+    assert (gone.finish, gone.code) == (FinishReason.ERROR, "not_loaded")
+    assert gone.token_ids == model.greedy(prompts[2], 100)[:before]

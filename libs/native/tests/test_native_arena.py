@@ -74,21 +74,55 @@ def test_memory_of_the_process_in_the_way_is_a_conflict(device):
     DeviceArena(device, 1 << 30, there).close()
 
 
-def test_backing_is_chunked_on_a_grid(arena, fake):
+def test_chunks_are_as_long_as_they_may_be(arena, fake):
     before = fake.mappings
     arena.back(3 * GRANULE, 21 * GRANULE, 8 * GRANULE)
-    assert fake.mappings - before == 3, "[3, 8) [8, 16) [16, 21)"
+    assert fake.mappings - before == 3, "[3, 11) [11, 19) [19, 21)"
     assert arena.driver_calls.access_set == 1
     assert arena.physical_bytes == 18 * GRANULE
-    arena.unback(8 * GRANULE, 16 * GRANULE)
+    arena.unback((11 * GRANULE, 19 * GRANULE))
     assert arena.driver_calls.moved_bytes == 0
+
+
+def test_chunks_that_touch_go_in_one_call_and_cuts_share_a_window(arena, fake):
+    """Two ranges: whole chunks, and from the middle of one to the middle of another."""
+    arena.back(0, 24 * GRANULE, 8 * GRANULE)
+    arena.back(30 * GRANULE, 60 * GRANULE, 10 * GRANULE)
+    for granule in range(30, 60):
+        write(arena, granule * GRANULE, granule + 1)
+    names = ("cuMemUnmap", "cuMemAddressReserve", "cuCtxSynchronize", "cuMemcpyDtoD")
+    before = {name: fake.calls(name) for name in names}
+    arena.unback((0, 24 * GRANULE), (35 * GRANULE, 55 * GRANULE))
+    calls = {name: fake.calls(name) - count for name, count in before.items()}
+    assert calls == dict(zip(names, (3, 1, 2, 2), strict=True)), "one of the unmaps is the window's"
+    assert arena.backed(0, 64 * GRANULE) == [
+        (30 * GRANULE, 35 * GRANULE),
+        (55 * GRANULE, 60 * GRANULE),
+    ]
+    for granule in (30, 34, 55, 59):
+        assert read(arena, granule * GRANULE) == bytes([granule + 1]) * 64
+
+
+def test_several_ranges_may_cut_one_chunk(arena, fake):
+    arena.back(0, 12 * GRANULE, 12 * GRANULE)
+    for granule in range(12):
+        write(arena, granule * GRANULE, granule + 1)
+    ranges = [(2, 3), (3, 4), (6, 8), (11, 12)]
+    arena.unback(*((start * GRANULE, stop * GRANULE) for start, stop in ranges))
+    left = [(0, 2), (4, 6), (8, 11)]
+    assert arena.backed(0, 12 * GRANULE) == [(a * GRANULE, b * GRANULE) for a, b in left]
+    assert arena.physical_bytes == fake.used_bytes == 7 * GRANULE
+    for granule in (granule for span in left for granule in range(*span)):
+        assert read(arena, granule * GRANULE) == bytes([granule + 1]) * 64
+    with pytest.raises(NativeError, match="not behind the range before it"):
+        arena.unback((8 * GRANULE, 9 * GRANULE), (4 * GRANULE, 5 * GRANULE))
 
 
 def test_what_stays_of_a_chunk_keeps_place_and_contents(arena, fake):
     arena.back(0, 32 * GRANULE, 32 * GRANULE)
     for granule in range(32):
         write(arena, granule * GRANULE, granule + 1)
-    arena.unback(10 * GRANULE, 12 * GRANULE)
+    arena.unback((10 * GRANULE, 12 * GRANULE))
     assert arena.physical_bytes == fake.used_bytes == 30 * GRANULE
     assert arena.driver_calls.moved_bytes == 30 * GRANULE
     for granule in {*range(32)} - {10, 11}:
@@ -100,10 +134,10 @@ def test_a_part_is_taken_away_from_a_device_that_is_full(arena, fake):
     fake.set_memory(fake.used_bytes + 32 * GRANULE)
     arena.back(0, 32 * GRANULE, 32 * GRANULE)
     write(arena, 31 * GRANULE, 9)
-    arena.unback(0, GRANULE)
+    arena.unback((0, GRANULE))
     assert read(arena, 31 * GRANULE) == bytes([9]) * 64
     assert arena.physical_bytes == 31 * GRANULE
-    arena.unback(GRANULE, 32 * GRANULE)
+    arena.unback((GRANULE, 32 * GRANULE))
     assert arena.physical_bytes == fake.used_bytes == 0
 
 
@@ -113,28 +147,30 @@ def test_a_part_is_taken_away_from_a_device_that_is_full(arena, fake):
         ("cuCtxSynchronize", 1),
         ("cuMemCreate", 1),
         ("cuMemcpyDtoD", 2),
-        *(("cuMemUnmap", number) for number in (3, 4, 5)),
-        *(("cuMemMap", number) for number in (3, 4)),
-        *(("cuMemSetAccess", number) for number in (3, 4)),
+        *(("cuMemUnmap", number) for number in (2, 3)),
+        *(("cuMemMap", number) for number in (1, 2, 3, 4)),
+        *(("cuMemSetAccess", number) for number in (1, 2, 3)),
     ],
 )
 def test_taking_away_is_all_or_nothing(arena, fake, function, in_calls):
-    """From the middle of one chunk to the middle of the next but one.
+    """From the middle of one chunk to the middle of the next but one, and a chunk elsewhere.
 
-    Windows for what stays are mapped and unmapped first.
+    A window for what stays is mapped and unmapped first.
     """
     arena.back(0, 24 * GRANULE, 8 * GRANULE)
-    for granule in range(24):
+    arena.back(40 * GRANULE, 41 * GRANULE, GRANULE)
+    held = [*range(24), 40]
+    for granule in held:
         write(arena, granule * GRANULE, granule + 1)
     fake.fail(function, 719, in_calls)
     with pytest.raises(NativeError, match="719"):
-        arena.unback(4 * GRANULE, 20 * GRANULE)
+        arena.unback((4 * GRANULE, 20 * GRANULE), (40 * GRANULE, 41 * GRANULE))
     fake.reset()
-    assert arena.backed(0, 64 * GRANULE) == [(0, 24 * GRANULE)]
-    assert arena.physical_bytes == fake.used_bytes == 24 * GRANULE
-    for granule in range(24):
+    assert arena.backed(0, 64 * GRANULE) == [(0, 24 * GRANULE), (40 * GRANULE, 41 * GRANULE)]
+    assert arena.physical_bytes == fake.used_bytes == 25 * GRANULE
+    for granule in held:
         assert read(arena, granule * GRANULE) == bytes([granule + 1]) * 64
-    arena.unback(4 * GRANULE, 20 * GRANULE)
+    arena.unback((4 * GRANULE, 20 * GRANULE), (40 * GRANULE, 41 * GRANULE))
     assert arena.backed(0, 64 * GRANULE) == [(0, 4 * GRANULE), (20 * GRANULE, 24 * GRANULE)]
     assert arena.backed(2 * GRANULE, 21 * GRANULE) == [
         (2 * GRANULE, 4 * GRANULE),
@@ -150,7 +186,7 @@ def test_what_a_full_device_refuses_to_give_again_is_gone_and_the_books_say_so(a
     # Both times that it is asked before, and once more when the chunks are given back.
     fake.fail("cuMemCreate", 2, 3)
     with pytest.raises(OutOfMemory):
-        arena.unback(4 * GRANULE, 20 * GRANULE)
+        arena.unback((4 * GRANULE, 20 * GRANULE))
     assert arena.backed(0, 24 * GRANULE) == [(20 * GRANULE, 24 * GRANULE)]
     assert arena.physical_bytes == fake.used_bytes == 4 * GRANULE
     assert read(arena, 23 * GRANULE) == bytes([7]) * 64
@@ -187,7 +223,7 @@ def test_nonsense_is_refused(arena):
             arena.back(start * GRANULE, stop * GRANULE, GRANULE)
     for start, stop in ((3, 5), (7, 9), (20, 21)):
         with pytest.raises(NativeError, match="not backed everywhere"):
-            arena.unback(start * GRANULE, stop * GRANULE)
+            arena.unback((start * GRANULE, stop * GRANULE))
     with pytest.raises(NativeError, match="no memory is behind"):
         arena.export(9 * GRANULE)
     with pytest.raises(NativeError, match="whole chunks"):
@@ -201,12 +237,12 @@ def test_shared_memory_lies_at_two_places_and_counts_once(arena, fake):
     write(arena, 7 * GRANULE, 5)
     assert read(arena, 39 * GRANULE) == bytes([5]) * 64
     with pytest.raises(NativeError, match="is shared"):
-        arena.unback(0, GRANULE)
-    arena.unback(0, 8 * GRANULE)
+        arena.unback((0, GRANULE))
+    arena.unback((0, 8 * GRANULE))
     assert read(arena, 39 * GRANULE) == bytes([5]) * 64
     assert fake.used_bytes == 8 * GRANULE
-    arena.unback(32 * GRANULE, 36 * GRANULE)
-    arena.unback(37 * GRANULE, 40 * GRANULE)
+    arena.unback((32 * GRANULE, 36 * GRANULE))
+    arena.unback((37 * GRANULE, 40 * GRANULE))
     assert fake.used_bytes == GRANULE
 
 
@@ -219,7 +255,7 @@ _, (fd,), _, _ = socket.recv_fds(socket.socket(fileno=int(sys.argv[2])), 1, 1)
 arena.adopt(8 << 21, 4 << 21, fd)
 print(ctypes.string_at(arena.address + (9 << 21), 4).hex(), arena.physical_bytes >> 21, flush=True)
 ctypes.memset(arena.address + (10 << 21), 0x77, 4)
-arena.unback(8 << 21, 12 << 21)
+arena.unback((8 << 21, 12 << 21))
 arena.close()
 """
 
@@ -306,9 +342,9 @@ def test_random_operations_keep_contents_and_leak_nothing(moves):
         elif move == "unback":
             if not wanted <= held.keys():
                 with pytest.raises(NativeError, match="not backed"):
-                    arena.unback(start * GRANULE, stop * GRANULE)
+                    arena.unback((start * GRANULE, stop * GRANULE))
                 continue
-            arena.unback(start * GRANULE, stop * GRANULE)
+            arena.unback((start * GRANULE, stop * GRANULE))
             for granule in wanted:
                 del held[granule]
         else:
@@ -317,7 +353,7 @@ def test_random_operations_keep_contents_and_leak_nothing(moves):
             except NativeError:
                 continue
             assert read(arena, 24 * GRANULE) == bytes([held[start]]) * 64
-            arena.unback(24 * GRANULE, (24 + stop - start) * GRANULE)
+            arena.unback((24 * GRANULE, (24 + stop - start) * GRANULE))
         assert arena.physical_bytes == len(held) * GRANULE
         for granule, value in held.items():
             assert read(arena, granule * GRANULE) == bytes([value]) * 64

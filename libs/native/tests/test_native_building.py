@@ -19,13 +19,23 @@ ASK = (
 def test_the_name_follows_the_sources(tmp_path, monkeypatch):
     name = library_name()
     assert name == library_name()
-    copied = tmp_path / "cpp"
-    shutil.copytree(building.SOURCES, copied)
-    monkeypatch.setattr(building, "SOURCES", copied)
-    assert library_name() == name
-    with (copied / "arena.cpp").open("a") as source:
-        source.write("\n// changed\n")
-    assert library_name() != name
+    for folder, file in (("SOURCES", "arena.cpp"), ("BLAKE3", "blake3_avx2_x86-64_unix.S")):
+        copied = tmp_path / folder
+        shutil.copytree(getattr(building, folder), copied)
+        monkeypatch.setattr(building, folder, copied)
+        assert library_name() == name
+        with (copied / file).open("a") as source:
+            source.write("\n// changed\n")
+        assert library_name() != name
+        name = library_name()
+
+
+def test_no_two_files_are_compiled_to_one(monkeypatch):
+    for machine in ("x86_64", "aarch64", "riscv64"):
+        monkeypatch.setattr(building.platform, "machine", lambda found=machine: found)
+        names = [source.stem for source in building.sources()]
+        assert len(set(names)) == len(names)
+        assert all(source.is_file() for source in building.sources())
 
 
 def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
@@ -73,5 +83,5 @@ def test_it_is_made_once_at_first_use(tmp_path, monkeypatch):
     assert target.read_text() == "made\n"
     assert [path.name for path in target.parent.iterdir()] == [target.name]
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert len(asked) == len(list(building.SOURCES.glob("*.cpp"))) + 1
+    assert len(asked) == len(building.sources()) + 1
     assert "-shared" in asked[-1]

@@ -8,12 +8,13 @@ import pytest
 from pilotlight.common.buckets import LEADER, NODES
 from pilotlight.common.clock import ManualClock, moment_of
 from pilotlight.common.errors import MessageUndecodable
-from pilotlight.common.messages.hold import LEADING_KEY, Leading
+from pilotlight.common.messages.hold import LEADING_KEY, Fetch, Leading
 from pilotlight.common.messages.pool import RETURN_S
 from pilotlight.common.messages.room import Drop, Wanted
 from pilotlight.loader.testing import ALL, ONE, Cluster, fetch_of, holds
 from pilotlight.policy.cluster import FetchPriority, NodeFacts, OriginKind
-from pilotlight.policy.ids import Digest, Epoch, WorkerId
+from pilotlight.policy.ids import Digest, Epoch, InstanceId, WorkerId
+from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
 
 pytestmark = pytest.mark.anyio
@@ -118,6 +119,56 @@ async def test_a_loader_that_took_over_gives_nothing_up_at_once(cluster: Cluster
     assert await cluster.drop(model.digest) == ()
     clock.advance(RETURN_S)
     assert await cluster.drop(model.digest) == (model.digest,)
+
+
+def ahead(model: Model, attempt: int = 1) -> Fetch:
+    """An order of the cache: for no instance."""
+    return msgspec.structs.replace(
+        fetch_of(model, generation=attempt),
+        instance_id=InstanceId(""),
+        priority=FetchPriority.PREFETCH,
+    )
+
+
+async def test_what_is_fetched_ahead_belongs_to_no_start(cluster: Cluster) -> None:
+    model = cluster.register()
+    running = await cluster.start()
+    await cluster.prefetch(ahead(model), seq=1)
+    await cluster.heard.report(holds(model.digest))
+    await cluster.prefetch(ahead(model), seq=2)
+    assert await cluster.drop(model.digest) == (model.digest,), "it is in nothing's way"
+    await cluster.heard.report(lambda report: not report.facts.copies)
+    await cluster.prefetch(ahead(model), seq=1)
+    await cluster.prefetch(ahead(model, attempt=2), seq=3)
+    await cluster.heard.report(holds(model.digest))
+    assert not cluster.heard.phases
+    assert running.context.metrics.get_sample_value("pilotlight_fetches_total", {"code": ""}) == 2
+
+
+async def test_a_start_takes_over_what_is_fetched_ahead(cluster: Cluster) -> None:
+    model = cluster.register()
+    await cluster.start(link="400kbit")
+    await cluster.prefetch(ahead(model), seq=1)
+    report = await cluster.heard.report(lambda report: report.facts.transfers)
+    assert report.facts.transfers[0].priority is FetchPriority.PREFETCH
+    await cluster.hold(fetch_of(model))
+    await cluster.heard.report(
+        lambda report: (
+            report.facts.transfers
+            and report.facts.transfers[0].priority is FetchPriority.COLD_START
+        )
+    )
+    await cluster.prefetch(seq=2)
+    await cluster.heard.report(holds(model.digest))
+
+
+async def test_what_is_not_to_be_fetched_ahead_any_more_ends(cluster: Cluster) -> None:
+    model = cluster.register()
+    await cluster.start(link="8kbit")
+    await cluster.prefetch(ahead(model), seq=1)
+    await cluster.heard.report(lambda report: report.facts.transfers)
+    await cluster.prefetch(seq=2)
+    await cluster.heard.report(lambda report: not report.facts.transfers)
 
 
 async def test_what_nobody_wants_any_more_is_not_fetched_on(cluster: Cluster) -> None:

@@ -53,3 +53,11 @@ def test_an_empty_folder_is_no_disk_tier(monkeypatch: pytest.MonkeyPatch) -> Non
     assert LoaderSettings().disk_tier_dir is None
     monkeypatch.setenv("PILOTLIGHT_DISK_TIER_DIR", "/var/lib/tier")
     assert LoaderSettings().disk_tier_dir == Path("/var/lib/tier")
+
+
+def test_the_pools_memory_is_taken_ahead_as_the_workers_say_unless_it_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for written, meant in (("", None), ("true", True), ("false", False)):
+        monkeypatch.setenv("PILOTLIGHT_POOL_AHEAD", written)
+        assert LoaderSettings().pool_ahead is meant

@@ -103,11 +103,12 @@ def test_any_interleaving_delivers_every_token_once_in_order(
     for what, number, lost in steps:
         if what == "produce":
             fresh = [1000 + len(made) + index for index in range(number)]
-            outgoing = table.produced(produced(earlier + len(made), fresh), 0.0)
+            unsent = table.produced(produced(earlier + len(made), fresh), 0.0)
             made += fresh
-            assert outgoing is not None
-            if not lost:
-                receiver.take(outgoing.entry)
+            assert unsent is not None
+            entry = table.entry(unsent.key, unsent.position)
+            if not lost and entry is not None:
+                receiver.take(entry)
         elif what == "ack":
             # Late acknowledgements say less than what has arrived, never more.
             table.acknowledge(GATEWAY, ack(max(0, receiver.next - number)), 0.0)
@@ -134,10 +135,12 @@ def test_entry_carries_only_what_the_step_gave() -> None:
     table = RequestTable(8)
     table.accept(submit(earlier=2))
     table.produced(produced(2, [5, 6]), 0.0)
-    outgoing = table.produced(produced(4, [7]), 0.0)
-    assert outgoing is not None
-    assert (outgoing.gateway_id, outgoing.entry.seq, outgoing.entry.token_ids) == (GATEWAY, 4, [7])
-    assert outgoing.entry.logprobs is None
+    unsent = table.produced(produced(4, [7]), 0.0)
+    assert unsent is not None
+    entry = table.entry(unsent.key, unsent.position)
+    assert entry is not None
+    assert (unsent.gateway_id, entry.seq, entry.token_ids) == (GATEWAY, 4, [7])
+    assert entry.logprobs is None
 
 
 def test_a_repeated_submit_is_known_even_after_the_end() -> None:
@@ -246,9 +249,11 @@ def test_the_engines_death_ends_what_runs_and_keeps_what_is_owed() -> None:
     table = RequestTable(8)
     table.accept(submit())
     table.produced(produced(0, [1, 2]), 0.0)
-    (outgoing,) = table.fail("engine_failed", "it ended", 0.0)
-    assert (outgoing.entry.seq, outgoing.entry.token_ids) == (2, [])
-    assert (outgoing.entry.finish, outgoing.entry.code) == (FinishReason.ERROR, "engine_failed")
+    (unsent,) = table.fail("engine_failed", "it ended", 0.0)
+    told = table.entry(unsent.key, unsent.position)
+    assert told is not None
+    assert (told.seq, told.token_ids) == (2, [])
+    assert (told.finish, told.code) == (FinishReason.ERROR, "engine_failed")
     entry = table.resend(ask(0))
     assert entry is not None
     assert (entry.token_ids, entry.finish) == ([1, 2], FinishReason.ERROR)

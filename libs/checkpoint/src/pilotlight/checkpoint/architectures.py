@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 
-from pilotlight.policy.model import ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec
 
 Shape = tuple[int, ...]
 _Dims = tuple[str, ...]
@@ -125,12 +125,20 @@ _BUFFER = re.compile(
 def expected_parts(spec: ModelSpec) -> tuple[dict[str, Shape], ...]:
     """The tensors of each part with their shapes, in execution order.
 
-    ``spec.part_bytes`` is not looked at.
+    Behind each quantized weight comes its scale. ``spec.part_bytes`` is not looked at.
     """
-    sizes = _sizes(spec)
+    sizes, quantization = _sizes(spec), spec.quantization
 
     def shaped(dims: Mapping[str, _Dims], prefix: str = "") -> dict[str, Shape]:
-        return {prefix + name: tuple(sizes[dim] for dim in words) for name, words in dims.items()}
+        shapes: dict[str, Shape] = {}
+        for name, words in dims.items():
+            shapes[prefix + name] = shape = tuple(sizes[dim] for dim in words)
+            if quantization is not None and quantization.covers(name):
+                rows, width = shape
+                shapes[prefix + quantization.scale_of(name)] = quantization.stored_scale_shape(
+                    rows, width
+                )
+        return shapes
 
     layers = (
         shaped(dict(_in_layer(spec, layer)), f"model.layers.{layer}.")
@@ -138,6 +146,12 @@ def expected_parts(spec: ModelSpec) -> tuple[dict[str, Shape], ...]:
     )
     head = {**_FINAL_NORM, **({} if spec.tied_embeddings else _PROJECTION)}
     return (shaped(_EMBEDDING), *layers, shaped(head))
+
+
+def expected_dtype(spec: ModelSpec, name: str) -> Dtype:
+    """The element type that a tensor has to be stored in."""
+    quantization = spec.quantization
+    return spec.dtype if quantization is None else quantization.stored_dtype(name, spec.dtype)
 
 
 def is_ignored(spec: ModelSpec, name: str) -> bool:

@@ -59,8 +59,7 @@ def pieces_of(
     buffer = memoryview(mmap.mmap(-1, PIECE_BYTES + 2 * ALIGNMENT))
     position = start
     if past is None:
-        size_bytes = os.fstat(descriptor).st_size
-        past = size_bytes >= LARGE_BYTES and reads_past(size_bytes, memory_facts())
+        past = is_read_past(os.fstat(descriptor).st_size)
     if past and resident_share(descriptor, start, stop) < RESIDENT_SHARE:
         with _direct(descriptor) as direct:
             while direct is not None and position < stop:
@@ -83,6 +82,11 @@ def pieces_of(
             return
         position += count
         yield buffer[:count]
+
+
+def is_read_past(size_bytes: int) -> bool:
+    """Whether a file of this size is read past the system's memory now."""
+    return size_bytes >= LARGE_BYTES and reads_past(size_bytes, memory_facts())
 
 
 def resident_share(descriptor: int, start: int, stop: int) -> float:

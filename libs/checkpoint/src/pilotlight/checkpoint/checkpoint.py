@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pilotlight.checkpoint.config import declared_dtype, parse_config
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel
 from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults, parse_generation
-from pilotlight.checkpoint.layout import build_manifest, stored_dtype
+from pilotlight.checkpoint.layout import build_manifest, stored_dtype, stored_scale_dtype
 from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small, source_version
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
@@ -59,7 +59,7 @@ def read_checkpoint(source: Source) -> Checkpoint:
     config = read_small(source, files[CONFIG_FILE], MAX_CONFIG_BYTES)
     tensors = read_tensors(source, files)
     stored = stored_dtype(tensors)
-    spec = parse_config(config, stored)
+    spec = parse_config(config, stored, stored_scale_dtype(tensors))
     manifest = build_manifest(spec, files.values(), tensors)
     text_files = tuple(files[name] for name in TEXT_FILES if name in files)
     looked_at = {file.name: file for file in (*manifest.files, *text_files)}

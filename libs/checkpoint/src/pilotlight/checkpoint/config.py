@@ -9,14 +9,16 @@ from dataclasses import replace
 from pilotlight.checkpoint.architectures import (
     SUPPORTED_ARCHITECTURES,
     Architecture,
+    expected_dtype,
     expected_parts,
 )
 from pilotlight.checkpoint.errors import UnsupportedModel, quote
-from pilotlight.checkpoint.layout import image_bytes
+from pilotlight.checkpoint.layout import image_bytes, quantized_bytes
+from pilotlight.checkpoint.quantization import check_blocks, parse_quantization
 from pilotlight.checkpoint.rope import MAX_CONTEXT_TOKENS, parse_rope
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, JsonObject
 from pilotlight.checkpoint.windows import parse_windows
-from pilotlight.policy.model import Dtype, Experts, ModelSpec
+from pilotlight.policy.model import RUN_DTYPES, Dtype, Experts, ModelSpec
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 18
@@ -31,12 +33,13 @@ _DEFAULT_NORM_EPS = 1e-6
 _DEFAULT_QUERY_SCALAR = 256.0
 
 
-def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
+def parse_config(data: bytes, stored: Dtype, scale_dtype: Dtype | None = None) -> ModelSpec:
     """Read a model's configuration.
 
     Args:
         data: the content of ``config.json``, as transformers 4 or 5 writes it.
         stored: the element type of the weights' files; part sizes follow from it.
+        scale_dtype: that of the scales of quantized weights; None: float32, if there are any.
 
     Raises:
         BadCheckpoint: a value is missing, of the wrong type or out of bounds.
@@ -81,10 +84,10 @@ def parse_config(data: bytes, stored: Dtype) -> ModelSpec:
         attention_scale=_attention_scale(config) if family.query_scalar else None,
         logit_softcap=_logit_softcap(config, family),
         experts=_experts(config, num_layers) if family.experts else None,
+        quantization=parse_quantization(config, scale_dtype),
     )
-    return replace(
-        spec, part_bytes=tuple(image_bytes(part.values(), stored) for part in expected_parts(spec))
-    )
+    check_blocks(spec)
+    return _with_sizes(spec)
 
 
 def declared_dtype(data: bytes) -> Dtype | None:
@@ -98,12 +101,30 @@ def declared_dtype(data: bytes) -> Dtype | None:
     for key in ("dtype", "torch_dtype"):
         if config.has(key):
             name = config.text(key).removeprefix("torch.")
-            if name not in tuple(Dtype):
+            if name not in RUN_DTYPES:
                 raise UnsupportedModel(
-                    f"{key} {quote(name)} is none of {', '.join(Dtype)}", file=CONFIG_FILE
+                    f"{key} {quote(name)} is none of {', '.join(RUN_DTYPES)}", file=CONFIG_FILE
                 )
             return Dtype(name)
     return None
+
+
+def _with_sizes(spec: ModelSpec) -> ModelSpec:
+    """The spec with the sizes that follow from it."""
+    parts = expected_parts(spec)
+    part_bytes = tuple(
+        image_bytes((shape, expected_dtype(spec, name)) for name, shape in part.items())
+        for part in parts
+    )
+    if spec.quantization is None:
+        return replace(spec, part_bytes=part_bytes)
+    sizes = [quantized_bytes(spec.quantization, part) for part in parts]
+    quantization = replace(
+        spec.quantization,
+        stored_bytes=tuple(stored for stored, _ in sizes),
+        placed_bytes=tuple(placed for _, placed in sizes),
+    )
+    return replace(spec, part_bytes=part_bytes, quantization=quantization)
 
 
 def _architecture(config: JsonObject) -> str:
@@ -118,10 +139,6 @@ def _architecture(config: JsonObject) -> str:
 
 
 def _refuse_unsupported(config: JsonObject, family: Architecture) -> None:
-    if config.has("quantization_config"):
-        raise UnsupportedModel(
-            "quantized weights (quantization_config) are not supported", file=CONFIG_FILE
-        )
     for flag in ("mlp_bias", "use_bidirectional_attention"):
         if config.flag(flag, default=False):
             raise UnsupportedModel(f"{flag} is not supported", file=CONFIG_FILE)

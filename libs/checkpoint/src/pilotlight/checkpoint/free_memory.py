@@ -22,6 +22,8 @@ class MemoryFacts:
     """Of that, with what files have there."""
     files_bytes: int = 0
     """Of that, what files have there."""
+    unused_bytes: int | None = None
+    """Of the machine, what nothing has, not even files."""
 
 
 def free_bytes(facts: MemoryFacts) -> int | None:
@@ -33,6 +35,16 @@ def free_bytes(facts: MemoryFacts) -> int | None:
         group_bytes = max(0, facts.limit_bytes - facts.used_bytes + facts.files_bytes)
     return min(
         (known for known in (facts.available_bytes, group_bytes) if known is not None), default=None
+    )
+
+
+def untaken_bytes(facts: MemoryFacts) -> int | None:
+    """What can be taken and nothing has to go, not even files; None: it is not told."""
+    group_bytes = None
+    if facts.limit_bytes is not None and facts.used_bytes is not None:
+        group_bytes = max(0, facts.limit_bytes - facts.used_bytes)
+    return min(
+        (known for known in (facts.unused_bytes, group_bytes) if known is not None), default=None
     )
 
 
@@ -48,8 +60,8 @@ def reads_past(size_bytes: int, memory: MemoryFacts) -> bool:
 
 def memory_facts(meminfo: Path = MEMINFO, group: Path = GROUP) -> MemoryFacts:
     """What the kernel says now; a tenth of a millisecond."""
-    available_kib = _words(meminfo).get("MemAvailable:")
-    available_bytes = None if available_kib is None else available_kib * 1024
+    told = {name: kib * 1024 for name, kib in _words(meminfo).items()}
+    available_bytes, unused_bytes = told.get("MemAvailable:"), told.get("MemFree:")
     old = group / "memory"
     for limit, used, stat, prefix in (
         (group / "memory.max", group / "memory.current", group / "memory.stat", ""),
@@ -65,8 +77,10 @@ def memory_facts(meminfo: Path = MEMINFO, group: Path = GROUP) -> MemoryFacts:
             files_bytes = sum(
                 words.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
             )
-            return MemoryFacts(available_bytes, limit_bytes, _number(used), files_bytes)
-    return MemoryFacts(available_bytes)
+            return MemoryFacts(
+                available_bytes, limit_bytes, _number(used), files_bytes, unused_bytes
+            )
+    return MemoryFacts(available_bytes, unused_bytes=unused_bytes)
 
 
 def _number(path: Path) -> int | None:

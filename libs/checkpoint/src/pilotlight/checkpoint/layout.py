@@ -2,8 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from pilotlight.checkpoint.architectures import Shape, expected_parts, is_ignored
+from pilotlight.checkpoint.architectures import (
+    Shape,
+    expected_dtype,
+    expected_parts,
+    is_ignored,
+)
 from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel, quote, quote_some
 from pilotlight.checkpoint.manifest import (
     ALIGNMENT_BYTES,
@@ -16,32 +22,70 @@ from pilotlight.checkpoint.manifest import (
 )
 from pilotlight.checkpoint.reader import SourceFile
 from pilotlight.checkpoint.safetensors import StoredTensor
-from pilotlight.policy.model import Dtype, ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec, Quantization
 
 _DTYPES = {"BF16": Dtype.BFLOAT16, "F16": Dtype.FLOAT16, "F32": Dtype.FLOAT32, "F64": Dtype.FLOAT64}
+_QUANTIZED = {"F8_E4M3": Dtype.FLOAT8}
+_SCALES = (".weight_scale", ".weight_scale_inv")
 
 
-def image_bytes(shapes: Iterable[Shape], dtype: Dtype) -> int:
+def image_bytes(tensors: Iterable[tuple[Shape, Dtype]]) -> int:
     """Bytes of the image of a part with these tensors.
 
     Their order does not matter: each takes a whole number of alignments.
     """
-    return sum(_aligned(math.prod(shape) * dtype.size_bytes) for shape in shapes)
+    return sum(_aligned(math.prod(shape) * dtype.size_bytes) for shape, dtype in tensors)
+
+
+def quantized_bytes(quantization: Quantization, part: Mapping[str, Shape]) -> tuple[int, int]:
+    """Bytes of a part's quantized weights and their scales in its image, and on a device."""
+    stored: list[tuple[Shape, Dtype]] = []
+    placed: list[tuple[Shape, Dtype]] = []
+    for name, shape in part.items():
+        if not quantization.covers(name):
+            continue
+        rows, width = shape
+        scale = quantization.scale_of(name)
+        stored += [(shape, Dtype.FLOAT8), (part[scale], quantization.scale_dtype)]
+        placed_scale = quantization.placed_scale_shape(rows, width)
+        placed += [
+            (shape, Dtype.FLOAT8),
+            (placed_scale, quantization.placed_dtype(scale, Dtype.FLOAT8)),
+        ]
+    return image_bytes(stored), image_bytes(placed)
 
 
 def stored_dtype(tensors: Mapping[str, StoredTensor]) -> Dtype:
-    """The element type of a checkpoint's weights, going by the tensor that has most bytes.
+    """The element type of a checkpoint's weights, going by the tensor that has most bytes of those
+    that are neither in fp8 nor scales.
 
     ``build_manifest`` checks the others.
 
     Raises:
         BadCheckpoint: there are no tensors.
-        UnsupportedModel: the weights are integers or 8-bit floats, so quantized.
+        UnsupportedModel: the weights are integers or all in 8-bit floats.
     """
     if not tensors:
         raise BadCheckpoint("the checkpoint holds no tensors")
-    largest = max(tensors.values(), key=lambda tensor: (tensor.size_bytes, tensor.name))
+    plain = [
+        tensor
+        for tensor in tensors.values()
+        if tensor.dtype not in _QUANTIZED and not tensor.name.endswith(_SCALES)
+    ]
+    largest = max(plain or tensors.values(), key=lambda tensor: (tensor.size_bytes, tensor.name))
     return _dtype_of(largest)
+
+
+def stored_scale_dtype(tensors: Mapping[str, StoredTensor]) -> Dtype | None:
+    """The element type of the scales of quantized weights; None: there are none.
+
+    ``build_manifest`` checks that it is that of all.
+
+    Raises:
+        UnsupportedModel: it is none that scales are read in.
+    """
+    scale = next((one for one in tensors.values() if one.name.endswith(_SCALES)), None)
+    return None if scale is None else _dtype_of(scale)
 
 
 def build_manifest(
@@ -65,7 +109,10 @@ def build_manifest(
     used = {tensors[name].file for part in expected for name in part}
     kept = tuple(sorted((file for file in files if file.name in used), key=lambda file: file.name))
     index = {file.name: number for number, file in enumerate(kept)}
-    parts = tuple(_lay_out([tensors[name] for name in part], index) for part in expected)
+    parts = tuple(
+        _lay_out([replace(tensors[name], shape=shape) for name, shape in part.items()], index)
+        for part in expected
+    )
     return Manifest(spec=spec, files=kept, parts=parts)
 
 
@@ -86,16 +133,22 @@ def _check_tensors(
         )
     for name, shape in shapes.items():
         tensor = tensors[name]
-        if tensor.shape != shape:
+        # A scale by tensor is stored as a number or as a list of one.
+        if tensor.shape != shape and not (shape == (1,) and tensor.shape == ()):
             fault = f"{quote(name)} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
             raise BadCheckpoint(fault, file=tensor.file)
-        if _dtype_of(tensor) is not spec.dtype:
-            fault = f"{quote(name)} is {tensor.dtype} among {spec.dtype}: mixed element types are not supported"
+        if (dtype := expected_dtype(spec, name)) is not (_DTYPES | _QUANTIZED).get(tensor.dtype):
+            _dtype_of(tensor, _DTYPES | _QUANTIZED if spec.quantization else _DTYPES)
+            fault = (
+                f"{quote(name)} is {tensor.dtype} among {dtype}: mixed element types are not supported"
+                if spec.quantization is None
+                else f"{quote(name)} is {tensor.dtype}, by quantization_config it should be {dtype}"
+            )
             raise UnsupportedModel(fault, file=tensor.file)
 
 
-def _dtype_of(tensor: StoredTensor) -> Dtype:
-    dtype = _DTYPES.get(tensor.dtype)
+def _dtype_of(tensor: StoredTensor, known: Mapping[str, Dtype] = _DTYPES) -> Dtype:
+    dtype = known.get(tensor.dtype)
     if dtype is None:
         fault = f"{quote(tensor.name)} is {tensor.dtype}: only {', '.join(_DTYPES)} weights are supported"
         raise UnsupportedModel(fault, file=tensor.file)
@@ -109,7 +162,7 @@ def _lay_out(tensors: list[StoredTensor], index: Mapping[str, int]) -> Part:
     for tensor in sorted(tensors, key=lambda tensor: (index[tensor.file], tensor.offset)):
         place = Tensor(
             name=tensor.name,
-            dtype=_DTYPES[tensor.dtype],
+            dtype=_dtype_of(tensor, _DTYPES | _QUANTIZED),
             shape=tensor.shape,
             image_offset=end,
             size_bytes=tensor.size_bytes,

@@ -189,7 +189,7 @@ class FolderSource(BufferedSource):
         check_range(file, offset, sum(map(len, buffers)))
         with self._opened(file) as descriptor:
             _fill(descriptor, file, offset, buffers, progress)
-            self._check_still(file)
+            self.check_still(file)
 
     def pieces(
         self, file: SourceFile, offset: int, size_bytes: int, check: Callable[[], None] = unhurried
@@ -203,42 +203,48 @@ class FolderSource(BufferedSource):
             closing(pieces_of(descriptor, offset, offset + size_bytes)) as pieces,
         ):
             for piece in pieces:
-                self._check_still(file)
+                self.check_still(file)
                 left_bytes -= len(piece)
                 yield piece
                 check()
         if left_bytes:
             raise SourceChanged("the file has become shorter while it was read", file=file.name)
 
+    def open(self, file: SourceFile) -> int:
+        """A descriptor of the version that was listed, for a reader of its own to close. Raises
+        what ``pieces`` raises.
+        """
+        with _named_errors(file, "cannot be opened"):
+            # Where a file was there may be a pipe now, whose opening would wait for a writer.
+            descriptor = os.open(self._path_of(file), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with _named_errors(file):
+                self._check_place(descriptor, file)
+                _check_version(os.fstat(descriptor), file)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
     @contextmanager
     def _opened(self, file: SourceFile) -> Generator[int]:
-        """A descriptor of the version that was listed.
-
-        What goes wrong with it is raised as ``Source`` says.
-        """
+        descriptor = self.open(file)
         try:
-            # Where a file was there may be a pipe now, whose opening would wait for a writer.
-            descriptor = os.open(self._root / file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise SourceChanged("the file is gone", file=file.name) from error
-        except OSError as error:
-            raise _unreadable(error, "cannot be opened", file.name) from error
-        try:
-            self._check_place(descriptor, file)
-            _check_version(os.fstat(descriptor), file)
-            yield descriptor
-        except FileNotFoundError as error:
-            raise SourceChanged("the file is gone", file=file.name) from error
-        except OSError as error:
-            raise _unreadable(error, "cannot be read", file.name) from error
+            with _named_errors(file):
+                yield descriptor
         finally:
             os.close(descriptor)
 
-    def _check_still(self, file: SourceFile) -> None:
+    def _path_of(self, file: SourceFile) -> str:
+        """As text: each chunk of a model asks."""
+        return f"{self._root}/{file.name}"
+
+    def check_still(self, file: SourceFile) -> None:
         """After reading: a file that was written to meanwhile has another time of modification now,
-        and one that was replaced is gone.
+        and one that was replaced is gone. Raises what ``open`` raises.
         """
-        _check_version(os.stat(self._root / file.name), file)
+        with _named_errors(file):
+            _check_version(os.stat(self._path_of(file)), file)
 
     def _check_place(self, descriptor: int, file: SourceFile) -> None:
         """Of the open file, not of its name: a link may lead elsewhere a moment later."""
@@ -321,6 +327,17 @@ def source_version(files: Iterable[SourceFile]) -> str:
 
 def _pin(name: str, stat: os.stat_result) -> SourceFile:
     return SourceFile(name=name, size_bytes=stat.st_size, version=f"mtime-ns-{stat.st_mtime_ns}")
+
+
+@contextmanager
+def _named_errors(file: SourceFile, what: str = "cannot be read") -> Generator[None]:
+    """What goes wrong with a file is raised as ``Source`` says."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SourceChanged("the file is gone", file=file.name) from error
+    except OSError as error:
+        raise _unreadable(error, what, file.name) from error
 
 
 def _pin_bytes(name: str, data: bytes) -> SourceFile:

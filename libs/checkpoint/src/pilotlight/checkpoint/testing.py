@@ -5,11 +5,12 @@ library needed.
 import json
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from blake3 import blake3
 
-from pilotlight.checkpoint.architectures import Shape, expected_parts
+from pilotlight.checkpoint.architectures import Shape, expected_dtype, expected_parts
 from pilotlight.checkpoint.config import parse_config
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE
 from pilotlight.checkpoint.strict_json import CONFIG_FILE
@@ -20,6 +21,7 @@ _FORMAT_NAMES = {
     Dtype.FLOAT16: "F16",
     Dtype.FLOAT32: "F32",
     Dtype.FLOAT64: "F64",
+    Dtype.FLOAT8: "F8_E4M3",
 }
 
 
@@ -74,16 +76,22 @@ def tensor_bytes(name: str, size_bytes: int) -> bytes:
 
 
 def encode_safetensors(
-    tensors: Iterable[tuple[str, Shape]], dtype: Dtype = Dtype.BFLOAT16
+    tensors: Iterable[tuple[str, Shape]],
+    dtype: Dtype = Dtype.BFLOAT16,
+    others: Mapping[str, Dtype] = MappingProxyType({}),
 ) -> bytes:
-    """A safetensors file with these tensors in this order, each filled by ``tensor_bytes``."""
+    """A safetensors file with these tensors in this order, each filled by ``tensor_bytes``.
+
+    ``others`` are those of another element type than ``dtype``.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
     for name, shape in tensors:
-        content = tensor_bytes(name, math.prod(shape) * dtype.size_bytes)
+        stored = others.get(name, dtype)
+        content = tensor_bytes(name, math.prod(shape) * stored.size_bytes)
         offsets = [len(data), len(data) + len(content)]
         header[name] = {
-            "dtype": _FORMAT_NAMES[dtype],
+            "dtype": _FORMAT_NAMES[stored],
             "shape": list(shape),
             "data_offsets": offsets,
         }
@@ -108,13 +116,15 @@ def tiny_files(
     """
     files = {CONFIG_FILE: json.dumps(config).encode()}
     tensors = list(tiny_tensors(config, dtype).items())
+    spec = parse_config(files[CONFIG_FILE], dtype)
+    others = {name: expected_dtype(spec, name) for name, _ in tensors}
     if shards == 1:
-        return {**files, SINGLE_FILE: encode_safetensors(tensors, dtype)}
+        return {**files, SINGLE_FILE: encode_safetensors(tensors, dtype, others)}
     weight_map: dict[str, str] = {}
     for number in range(shards):
         file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         dealt = tensors[number::shards]
-        files[file] = encode_safetensors(dealt, dtype)
+        files[file] = encode_safetensors(dealt, dtype, others)
         weight_map.update(dict.fromkeys((name for name, _ in dealt), file))
     files[INDEX_FILE] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
     return files

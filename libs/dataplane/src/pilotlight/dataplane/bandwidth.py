@@ -60,6 +60,11 @@ def link_of(uri: str) -> str:
     return f"{parts.scheme or 'file'}://{'' if parts.scheme == 'hf' else parts.netloc}"
 
 
+def is_of_this_host(link: str) -> bool:
+    """Whether what ``link_of`` names are folders of this host."""
+    return link == "file://"
+
+
 class LinkSchedule:
     """Hands out a link's time, first come, first served. Pure: time is an argument.
 
@@ -91,6 +96,11 @@ class BandwidthLimit:
         self._clock = clock
         self._permits = PrioritySemaphore(1)
         self._asked = 0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether everything comes at once."""
+        return self._schedule is None
 
     async def take(self, size_bytes: int, rank: Rank = in_order_of_arrival) -> None:
         """Return when these bytes have come over the link, at once where there is no limit.

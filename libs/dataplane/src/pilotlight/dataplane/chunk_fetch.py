@@ -19,16 +19,9 @@ from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import CorruptChunk, HostPoolFull, PilotlightError, SourceUnavailable
 from pilotlight.common.waiting import Backoff, pause
+from pilotlight.dataplane.chunk_fill import ChunkFill, MixedBytes, WrongBytes
 from pilotlight.dataplane.lanes import Lanes
-from pilotlight.dataplane.origin import (
-    ChunkFill,
-    MixedBytes,
-    Nearby,
-    NotHere,
-    Origin,
-    RecordedNow,
-    WrongBytes,
-)
+from pilotlight.dataplane.origin import Nearby, NotHere, Origin, RecordedNow
 from pilotlight.dataplane.priority_semaphore import Recalled
 from pilotlight.dataplane.readers import Reading
 from pilotlight.policy.cluster import OriginKind

@@ -24,7 +24,9 @@ LONGEST_REST = 64
 
 @dataclass(slots=True)
 class Concurrency:
-    """How many reads one origin gets. Begins with the least and stays within its bounds."""
+    """How many reads one origin gets. Begins with ``limit``, by default the least, and stays
+    within its bounds.
+    """
 
     least: int
     most: int
@@ -47,7 +49,7 @@ class Concurrency:
             raise ValueError(
                 f"from {self.least} to {self.most} reads at once: give 1 <= least <= most"
             )
-        self.limit = self.least
+        self.limit = min(max(self.limit, self.least), self.most)
 
     def measured(self, bytes_per_s: float) -> int:
         """Throughput with ``limit`` reads at work all the time; how many there are to be from now

@@ -223,6 +223,11 @@ class HostCopies:
         fetch = self._fetches.get(digest)
         return fetch.priority if fetch is not None else FetchPriority.PREFETCH
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a fetch goes on. Any thread may ask."""
+        return bool(self._fetches)
+
     def links(self) -> tuple[LinkSpeed, ...]:
         """What the links gave over which chunks came, as facts."""
         return self._tools.lanes.measured()

@@ -28,7 +28,9 @@ from pilotlight.checkpoint.bulk import pieces_of
 from pilotlight.checkpoint.manifest import CHUNK_BYTES, Chunk, Manifest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DiskTierTaken
-from pilotlight.dataplane.origin import ChunkWork, MixedBytes, NotHere, Origin, WrongBytes
+from pilotlight.dataplane.chunk_fill import ChunkWork, MixedBytes, WrongBytes
+from pilotlight.dataplane.origin import NotHere, Origin
+from pilotlight.native.reads import FileSpan, FileTooShort
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.model import Model
@@ -137,11 +139,7 @@ class DiskTier:
                 raise WrongBytes(
                     f"the file has {os.fstat(descriptor).st_size} bytes, the chunk {work.size_bytes}"
                 )
-            with closing(pieces_of(descriptor, work.position, work.size_bytes)) as pieces:
-                for piece in pieces:
-                    work.write(piece)
-            if work.left_bytes:
-                raise WrongBytes("the file has become shorter")
+            _read_on(descriptor, work)
             _used_now(descriptor)
         except MixedBytes:
             raise
@@ -332,6 +330,20 @@ class DiskOrigin:
         if work.digest is None or work.digest not in self._tier:
             raise NotHere
         self._tier.read(work.digest, work)
+
+
+def _read_on(descriptor: int, work: ChunkWork) -> None:
+    if work.takes_files:
+        try:
+            work.read_files([FileSpan(descriptor, 0, 0, work.size_bytes)], lambda: None)
+        except FileTooShort as error:
+            raise WrongBytes("the file has become shorter") from error
+        return
+    with closing(pieces_of(descriptor, work.position, work.size_bytes)) as pieces:
+        for piece in pieces:
+            work.write(piece)
+    if work.left_bytes:
+        raise WrongBytes("the file has become shorter")
 
 
 def _used_now(descriptor: int) -> None:

@@ -16,6 +16,7 @@ from pilotlight.dataplane.origin import Keeper, Nearby
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import OpenSource
+from pilotlight.native.library import Library
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.model import Model
 
@@ -68,6 +69,8 @@ class FetchTools:
     faults: Faults
     clock: Clock
     phases: PhaseRecorder
+    native: Library | None = None
+    """Reads files of this machine; None: it cannot be had, and they are read in Python."""
     nearby: tuple[Nearby, ...] = ()
     """What knows of origins that are nearer than a model's source, the nearest first."""
     keepers: tuple[Keeper, ...] = ()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pilotlight.dataplane.origin import ChunkFill
+from pilotlight.dataplane.chunk_fill import ChunkFill
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.policy.ids import Digest

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pilotlight.common.clock import Clock
-from pilotlight.dataplane.bandwidth import BandwidthLimit, SourceLimits
+from pilotlight.dataplane.bandwidth import BandwidthLimit, SourceLimits, is_of_this_host
 from pilotlight.dataplane.concurrency import Concurrency
 from pilotlight.dataplane.origin import Origin
 from pilotlight.dataplane.priority_semaphore import PrioritySemaphore, Rank, unless_recalled
@@ -26,17 +26,24 @@ class LaneLimits:
     least: int
     """Chunks that are read at once when nothing is known of the link yet."""
     most: int
+    local: int = 0
+    """The same of this machine's own files: the system has them in its memory, perhaps, and then
+    it is the cores that read. At least ``least``, at most ``most``."""
 
 
 class Lane:
     """The reads that share one link. For the event loop alone."""
 
-    def __init__(self, limits: LaneLimits, limit: BandwidthLimit, clock: Clock) -> None:
+    def __init__(
+        self, limits: LaneLimits, limit: BandwidthLimit, clock: Clock, *, is_local: bool = False
+    ) -> None:
         self.bytes_per_s: float | None = None
         """What the link gave lately, all reads together; None: nothing was measured yet."""
         self._clock = clock
         self._limit = limit
-        self._concurrency = Concurrency(limits.least, limits.most)
+        self._concurrency = Concurrency(
+            limits.least, limits.most, limits.local if is_local else limits.least
+        )
         self._permits = PrioritySemaphore(self._concurrency.limit)
         self._running: set[ReadProgress] = set()
         self._ended_bytes = 0
@@ -69,7 +76,8 @@ class Lane:
             self._begin_window()
         self._running.add(progress)
         try:
-            await unless_recalled(recalled, self._limit.take(size_bytes, rank))
+            if not self._limit.is_none:
+                await unless_recalled(recalled, self._limit.take(size_bytes, rank))
             yield progress
         finally:
             self._running.discard(progress)
@@ -124,7 +132,11 @@ class Lanes:
                 if origin.kind is OriginKind.SOURCE
                 else BandwidthLimit(None, self._clock)
             )
-            self._lanes[origin.link] = origin.kind, Lane(self._limits, limit, self._clock)
+            is_local = origin.kind is OriginKind.DISK or is_of_this_host(origin.link)
+            self._lanes[origin.link] = (
+                origin.kind,
+                Lane(self._limits, limit, self._clock, is_local=is_local),
+            )
         return self._lanes[origin.link][1]
 
     def measured(self) -> tuple[LinkSpeed, ...]:

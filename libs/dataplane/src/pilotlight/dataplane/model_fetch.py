@@ -23,9 +23,10 @@ from pilotlight.common.errors import BadRequest, PilotlightError, SourceChanged
 from pilotlight.common.telemetry import span, with_parent
 from pilotlight.common.waiting import cancel_all
 from pilotlight.dataplane.chunk_fetch import ChunkFetch
+from pilotlight.dataplane.chunk_fill import ChunkFill
 from pilotlight.dataplane.fetch_tools import FetchListener, FetchTools
+from pilotlight.dataplane.file_reads import reads_of
 from pilotlight.dataplane.held import HeldChunk, held_chunk
-from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.dataplane.readers import Reading
 from pilotlight.dataplane.shares import Rate, Shares
@@ -37,6 +38,11 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
 
 log = structlog.get_logger()
+
+AHEAD = 1.5
+"""For each thread that reads, chunks that are under way or wait for it: one that is late holds up
+few behind it.
+"""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -221,7 +227,7 @@ class ModelFetch:
         )
         while True:
             while (
-                len(self._in_flight) < tools.readers.threads
+                len(self._in_flight) < AHEAD * tools.readers.threads
                 and (following := self._next_chunk(manifest)) is not None
             ):
                 self._in_flight.append(self._begin(chunks, *following))
@@ -261,7 +267,9 @@ class ModelFetch:
         def place(offset: int, data: memoryview) -> None:
             pool.write(image, chunk.image_offset + offset, data)
 
-        fill = ChunkFill(chunk.digest, chunk.size_bytes, place)
+        library = self._tools.native
+        files = reads_of(library, pool, image, chunk) if library is not None else None
+        fill = ChunkFill(chunk.digest, chunk.size_bytes, place, files)
         reading = asyncio.create_task(
             chunks.fetch(image.part, index, fill), name=f"fetch part {image.part} chunk {index}"
         )
@@ -275,7 +283,10 @@ class ModelFetch:
         """The second half of a model may be on its way while a cold start waits for the first: each
         part has a rank of its own.
         """
-        return (0 if any(claim.is_urgent and part in claim.parts for claim in self.claims) else 1,)
+        for claim in self.claims:
+            if claim.is_urgent and part in claim.parts:
+                return (0,)
+        return (1,)
 
     def _is_last(self, manifest: Manifest, read: _InFlight) -> bool:
         """Whether the pool holds all of the model once this is entered."""
@@ -362,8 +373,11 @@ class ModelFetch:
     def account(self, instance_id: InstanceId) -> None:
         """Record what it did for an instance since it was last asked.
 
-        It works without a break: that is one interval.
+        It works without a break: that is one interval. What is fetched for no instance is part of
+        no start.
         """
+        if not instance_id:
+            return
         tools, now_s = self._tools, self._tools.clock.monotonic_s()
         wanted_since_s = min(
             claim.since_s for claim in self.claims if claim.instance_id == instance_id

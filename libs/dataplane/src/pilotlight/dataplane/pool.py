@@ -8,7 +8,6 @@ that reserved it.
 """
 
 import errno
-import mmap
 import os
 import secrets
 from collections import defaultdict
@@ -23,14 +22,20 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Conflict, HostPoolFull, StaleCommand
 from pilotlight.dataplane.extents import Extents
 from pilotlight.dataplane.pool_adoption import whole_images
-from pilotlight.dataplane.pool_file import boot_id, lock, make_file, unit_bytes_of
+from pilotlight.dataplane.pool_file import (
+    boot_id,
+    geometry_of,
+    lock,
+    make_file,
+    map_file,
+    pool_full,
+)
 from pilotlight.dataplane.pool_images import HeldCopy, PartImage
 from pilotlight.dataplane.table import (
     HEADER_BYTES,
     VERSION,
     ChunkEntry,
     ChunkTable,
-    Geometry,
     Header,
     read_header,
     write_epoch,
@@ -51,7 +56,7 @@ class HostPool:
         self.geometry = header.geometry
         self._descriptor = descriptor
         self._clock = clock
-        self._mapped = mmap.mmap(descriptor, header.geometry.file_bytes)
+        self._mapped = map_file(descriptor, header)
         self._view = memoryview(self._mapped)
         self._highest_epoch = header.highest_epoch
         self._table = ChunkTable(self._mapped, header.geometry.slots)
@@ -73,10 +78,7 @@ class HostPool:
             HostPoolTaken: another loader holds the pool.
             OSError: the file cannot be made.
         """
-        geometry = Geometry(
-            data_bytes=size_bytes // unit_bytes_of(size_bytes) * unit_bytes_of(size_bytes),
-            unit_bytes=unit_bytes_of(size_bytes),
-        )
+        geometry = geometry_of(size_bytes)
         found: Header | None = None
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -123,6 +125,11 @@ class HostPool:
                 action="pool_unmap_late",
             )
         os.close(self._descriptor)
+
+    def memory(self, offset: int, size_bytes: int) -> memoryview:
+        """Bytes [offset, offset + size_bytes) of the data, of any image; release it when done."""
+        start = self.geometry.data_offset + offset
+        return self._view[start : start + size_bytes]
 
     @property
     def highest_epoch(self) -> Epoch:
@@ -206,12 +213,8 @@ class HostPool:
 
     def view(self, image: PartImage, offset: int, size_bytes: int) -> memoryview:
         """Writable bytes [offset, offset + size_bytes) of an image; release it when done."""
-        if offset < 0 or offset + size_bytes > image.image_bytes:
-            raise ValueError(
-                f"[{offset}, {offset + size_bytes}) is not within an image of {image.image_bytes} bytes"
-            )
-        start = self.file_offset(image) + offset
-        return self._view[start : start + size_bytes]
+        _check_within(image, offset, offset + size_bytes)
+        return self.memory(image.extent.offset + offset, size_bytes)
 
     def write(self, image: PartImage, offset: int, data: memoryview) -> None:
         """Put bytes at an offset of an image that is not ready yet; any thread.
@@ -224,18 +227,13 @@ class HostPool:
             HostPoolFull: the host's shared memory is used up.
             ValueError: the range does not lie within the image.
         """
-        if offset < 0 or offset + len(data) > image.image_bytes:
-            raise ValueError(
-                f"[{offset}, {offset + len(data)}) is not within an image of {image.image_bytes} bytes"
-            )
+        _check_within(image, offset, offset + len(data))
         try:
             self._put(self.file_offset(image) + offset, data)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            raise HostPoolFull(
-                f"{self.path.parent} is full: make it larger than PILOTLIGHT_POOL_BYTES"
-            ) from error
+            raise pool_full(self.path.parent) from error
 
     def file_offset(self, image: PartImage) -> int:
         """Where an image starts, from the start of the file."""
@@ -300,9 +298,7 @@ class HostPool:
         return self._table.read(image.slots[index])
 
     def pin(self, image: PartImage) -> None:
-        """Keep its bytes where they are until ``unpin``: the system reads them for a while after
-        they were sent.
-        """
+        """Keep its bytes in place until ``unpin``: the system reads them after they were sent."""
         image.pins += 1
 
     def unpin(self, image: PartImage) -> None:
@@ -394,6 +390,10 @@ class HostPool:
             )
 
     def _digest_of(self, entry: ChunkEntry) -> Digest:
-        start = self.geometry.data_offset + entry.extent_offset + entry.chunk_offset
-        with self._view[start : start + entry.chunk_bytes] as chunk:
+        with self.memory(entry.extent_offset + entry.chunk_offset, entry.chunk_bytes) as chunk:
             return chunk_digest(chunk)
+
+
+def _check_within(image: PartImage, start: int, stop: int) -> None:
+    if start < 0 or stop > image.image_bytes:
+        raise ValueError(f"[{start}, {stop}) is not within an image of {image.image_bytes} bytes")

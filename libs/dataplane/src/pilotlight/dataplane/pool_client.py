@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import structlog
 
@@ -31,6 +31,9 @@ from pilotlight.common.messages.pool import (
     LeaseFailed,
     LeaseGranted,
     PartReady,
+    Relayed,
+    WorkerHere,
+    WorkerSaid,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.policy.ids import InstanceId, WorkerId
@@ -43,6 +46,40 @@ GRACE_S = 60.0
 CONNECT_S = 5.0
 GRANT_S = 5.0
 """From the request for a lease to its grant; fetching comes after it."""
+
+
+MAX_UNREAD_BYTES = 1 << 20
+"""What a loader may leave unread of a worker's reports; more is not sent to it."""
+
+
+class ReportRelay(Protocol):
+    """Gives its reports to the loader while that passes them on."""
+
+    def opened(self, connection: "ReportConnection") -> None:
+        """There is a loader."""
+        ...
+
+    def on_relayed(self, relayed: Relayed) -> None:
+        """The loader has passed on what it was given."""
+        ...
+
+    def closed(self) -> None:
+        """The loader is gone."""
+        ...
+
+
+class ReportConnection:
+    """The way of reports to one loader."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def send(self, message: WorkerSaid | WorkerHere) -> bool:
+        """Send; False when the loader does not read, and nothing was sent."""
+        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            return False
+        self._writer.write(frame(message))
+        return True
 
 
 class PoolClient:
@@ -64,11 +101,19 @@ class PoolClient:
         self.connected = asyncio.Event()
         """Set while the loader knows of this worker."""
 
-    async def hello(self, worker_id: WorkerId, pid: int | None = None) -> None:
+    async def hello(
+        self, worker_id: WorkerId, pid: int | None = None, relay: ReportRelay | None = None
+    ) -> None:
         """Keep the supervision connection; return when there has been no loader for the grace: the
         worker is then on its own and should end.
+
+        ``relay`` uses the connection for reports.
         """
-        hello = Hello(worker_id=worker_id, pid=pid if pid is not None else os.getpid())
+        hello = Hello(
+            worker_id=worker_id,
+            pid=pid if pid is not None else os.getpid(),
+            reports=relay is not None,
+        )
         while True:
             try:
                 reader, writer = await self._connect()
@@ -79,7 +124,10 @@ class PoolClient:
                 writer.write(frame(hello))
                 await within(CONNECT_S, writer.drain(), "greeting the loader")
                 self.connected.set()
-                await reader.read(1)
+                if relay is None:
+                    await reader.read(1)
+                else:
+                    await _relay(reader, ReportConnection(writer), relay)
             except (PilotlightError, OSError) as error:
                 log.info(
                     "connection to the loader broke",
@@ -172,6 +220,19 @@ class PoolClient:
                     ) from error
             await pause(self._backoff.delay_s(attempt, self._rng))
             attempt += 1
+
+
+async def _relay(
+    reader: asyncio.StreamReader, connection: ReportConnection, relay: ReportRelay
+) -> None:
+    """Return when the loader is gone."""
+    relay.opened(connection)
+    try:
+        while (told := await read_frame(reader, FromLoader)) is not None:
+            if isinstance(told, Relayed):
+                relay.on_relayed(told)
+    finally:
+        relay.closed()
 
 
 class PoolLease:

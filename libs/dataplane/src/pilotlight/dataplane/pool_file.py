@@ -5,10 +5,11 @@ was made in.
 import fcntl
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
-from pilotlight.common.errors import HostPoolTaken
-from pilotlight.dataplane.table import Header, write_header
+from pilotlight.common.errors import HostPoolFull, HostPoolTaken
+from pilotlight.dataplane.table import Geometry, Header, write_header
 
 SMALL_UNIT_BYTES = 64 * 1024
 LARGE_UNIT_BYTES = 2 * 1024 * 1024
@@ -24,6 +25,11 @@ def boot_id() -> str:
     What an earlier one left in a file was perhaps never written back whole.
     """
     return _BOOT_ID.read_text().strip()
+
+
+def pool_full(folder: Path) -> HostPoolFull:
+    """What is raised where the file system that a pool is in gives no more memory."""
+    return HostPoolFull(f"{folder} is full: make it larger than PILOTLIGHT_POOL_BYTES")
 
 
 def lock(descriptor: int, path: Path) -> None:
@@ -65,6 +71,16 @@ def make_file(path: Path, header: Header) -> int:
     return descriptor
 
 
-def unit_bytes_of(pool_bytes: int) -> int:
-    """What extents are cut in, for a pool of this size."""
-    return LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
+def map_file(descriptor: int, header: Header) -> mmap.mmap:
+    """The whole file, writable."""
+    mapped = mmap.mmap(descriptor, header.geometry.file_bytes)
+    with suppress(OSError):
+        # Where the file system gives them, which most do not unless they are told to.
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def geometry_of(pool_bytes: int) -> Geometry:
+    """That of a pool of this size, or a little less: whole units."""
+    unit_bytes = LARGE_UNIT_BYTES if pool_bytes >= LARGE_POOL_BYTES else SMALL_UNIT_BYTES
+    return Geometry(data_bytes=pool_bytes // unit_bytes * unit_bytes, unit_bytes=unit_bytes)

@@ -5,6 +5,7 @@ as long as its own is.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from pilotlight.common.messages.pool import (
     LeaseDone,
     LeaseFailed,
     LeaseGranted,
+    Relayed,
+    WorkerHere,
+    WorkerSaid,
 )
 from pilotlight.common.unix_socket import listen_unix
 from pilotlight.common.waiting import cancel_all, within
@@ -46,6 +50,22 @@ class Supervisor(Protocol):
         ...
 
 
+class Reports(Protocol):
+    """Takes the reports of workers that give them to their loader."""
+
+    def opened(self, hello: Hello, send: Callable[[Relayed], None]) -> None:
+        """A worker is there; ``send`` says what was passed on."""
+        ...
+
+    def on_said(self, hello: Hello, said: WorkerSaid | WorkerHere) -> None:
+        """It has said something."""
+        ...
+
+    def closed(self, hello: Hello) -> None:
+        """It is gone."""
+        ...
+
+
 class PoolServer:
     """Serves the workers of one node."""
 
@@ -56,9 +76,21 @@ class PoolServer:
         copies: HostCopies,
         supervisor: Supervisor,
         *,
+        reports: Reports | None = None,
         write_s: float = WRITE_S,
     ) -> None:
+        """Not listening yet.
+
+        Args:
+            path: of the socket.
+            pool: what is leased.
+            copies: what fetches.
+            supervisor: hears of workers that come and go.
+            reports: takes their reports; None: they report themselves.
+            write_s: deadline for a reader.
+        """
         self.path = path
+        self._reports = reports
         self._pool = pool
         self._copies = copies
         self._supervisor = supervisor
@@ -107,7 +139,7 @@ class PoolServer:
         try:
             first = await within(FIRST_FRAME_S, read_frame(reader, FromWorker), "the first frame")
             if isinstance(first, Hello):
-                await self._supervise(first, reader)
+                await self._supervise(first, reader, writer)
             elif isinstance(first, Lease):
                 await self._lease(first, reader, writer)
         except PilotlightError as error:
@@ -122,12 +154,37 @@ class PoolServer:
         finally:
             writer.close()
 
-    async def _supervise(self, hello: Hello, reader: asyncio.StreamReader) -> None:
+    async def _supervise(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._supervisor.on_hello(hello)
         try:
-            await _closed(reader)
+            if self._reports is not None and hello.reports:
+                await self._relay(self._reports, hello, reader, writer)
+            else:
+                await _closed(reader)
         finally:
             self._supervisor.on_goodbye(hello)
+
+    async def _relay(
+        self,
+        reports: Reports,
+        hello: Hello,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        def send(relayed: Relayed) -> None:
+            # A worker that does not read has stopped: it needs no word that it is heard.
+            if writer.transport.get_write_buffer_size() == 0:
+                writer.write(frame(relayed))
+
+        reports.opened(hello, send)
+        try:
+            while (said := await read_frame(reader, FromWorker)) is not None:
+                if isinstance(said, WorkerSaid | WorkerHere):
+                    reports.on_said(hello, said)
+        finally:
+            reports.closed(hello)
 
     async def _lease(
         self, lease: Lease, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

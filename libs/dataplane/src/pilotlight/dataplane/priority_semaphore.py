@@ -122,29 +122,47 @@ class PrioritySemaphore:
         self._held.remove(permit)
         self._serve()
 
+    def take_now(self, rank: Rank, recalled: asyncio.Event | None = None) -> Permit | None:
+        """As ``take``, without waiting; None where it would."""
+        if self._waiting or len(self._held) >= self._limit:
+            return None
+        permit = Permit(rank, recalled or asyncio.Event())
+        self._held.append(permit)
+        return permit
+
     def _serve(self) -> None:
-        while self._waiting and len(self._held) < self._limit:
-            first = min(self._waiting, key=lambda waiting: waiting.order)
+        if not self._waiting:
+            return
+        # A rank may be dear to ask for: each is asked once.
+        ordered = sorted(
+            ((waiting.order, waiting) for waiting in self._waiting), key=lambda found: found[0]
+        )
+        while ordered and len(self._held) < self._limit:
+            _, first = ordered.pop(0)
             self._waiting.remove(first)
             if not first.given.cancelled():
                 permit = Permit(first.rank, first.recalled)
                 self._held.append(permit)
                 first.given.set_result(permit)
-        self._recall()
+        self._recall([order[0][0] for order, _ in ordered])
 
-    def _recall(self) -> None:
+    def _recall(self, waiting: list[int]) -> None:
         """Ask as many back as higher ranks wait for; of those that are held, the newest of the
         lowest rank.
         """
         coming = sum(permit.recalled.is_set() for permit in self._held)
-        for waiting in sorted(self._waiting, key=lambda waiting: waiting.order)[coming:]:
-            matters = waiting.rank()[0]
-            lesser = [
-                permit
-                for permit in self._held
-                if not permit.recalled.is_set() and permit.rank()[0] > matters
-            ]
+        if len(waiting) <= coming:
+            return
+        # The newest first. A rank may be dear to ask for: each is asked once.
+        staying = [
+            (permit.rank(), permit)
+            for permit in reversed(self._held)
+            if not permit.recalled.is_set()
+        ]
+        for matters in waiting[coming:]:
+            lesser = [held for held in staying if held[0][0] > matters]
             if not lesser:
                 return
-            lesser.reverse()
-            max(lesser, key=lambda permit: permit.rank()).recalled.set()
+            last = max(lesser, key=lambda held: held[0])
+            staying.remove(last)
+            last[1].recalled.set()

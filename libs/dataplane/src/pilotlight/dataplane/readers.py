@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from pilotlight.common.errors import SourceUnavailable
 from pilotlight.dataplane.priority_semaphore import (
@@ -13,6 +13,7 @@ from pilotlight.dataplane.priority_semaphore import (
     Recalled,
     in_order_of_arrival,
 )
+from pilotlight.dataplane.read_threads import ReadThreads
 
 LOOKS = 4
 """How often within the stall timeout a read is looked at: it stalls when nothing has come between
@@ -29,18 +30,44 @@ class Abandoned(Exception):
     """What is being read is not awaited any more."""
 
 
+class Counting(Protocol):
+    """Work that counts by itself, while it goes on."""
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes that came; any thread may look."""
+        ...
+
+
 class ReadProgress:
     """Counts the bytes of one read, across threads, and ends it once no fetch waits for it."""
 
     def __init__(self) -> None:
-        self.bytes = 0
         self.signs = 0
         self.abandoned = False
+        self._bytes = 0
+        self._followed: Counting | None = None
 
     def __call__(self, count: int) -> None:
         """Told of bytes as they come."""
-        self.bytes += count
+        self._bytes += count
         self.check()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that came."""
+        followed = self._followed
+        return self._bytes + (followed.done_bytes if followed is not None else 0)
+
+    def follow(self, work: Counting) -> None:
+        """Count what comes of work that counts by itself, until ``unfollow``."""
+        self._followed = work
+
+    def unfollow(self) -> None:
+        """The work has ended; what came of it stays counted."""
+        if self._followed is not None:
+            count, self._followed = self._followed.done_bytes, None
+            self._bytes += count
 
     @property
     def moves(self) -> int:
@@ -69,8 +96,8 @@ class Readers:
     def __init__(self, threads: int, stall_timeout_s: float) -> None:
         self.threads = threads
         self.stall_timeout_s = stall_timeout_s
-        # Threads are made when they are needed.
-        self._executor = ThreadPoolExecutor((1 + SPARES) * threads, thread_name_prefix="fetch")
+        # At most (1 + SPARES) * threads: as many permits, and as many reads that were given up.
+        self._threads = ReadThreads("fetch")
         self._permits = PrioritySemaphore(threads)
         self._running: dict[asyncio.Future[Any], tuple[ReadProgress, Permit]] = {}
         self._given_up: set[asyncio.Future[Any]] = set()
@@ -96,6 +123,13 @@ class Readers:
                 timeout.
             Recalled: ``recalled`` was set before one did.
         """
+        permit = self._permits.take_now(rank, recalled) or await self._permit(rank, recalled)
+        future = self._threads.submit(partial(work, progress))
+        self._running[future] = progress, permit
+        future.add_done_callback(self._on_done)
+        return future
+
+    async def _permit(self, rank: Rank, recalled: asyncio.Event | None) -> Permit:
         waiting = asyncio.ensure_future(self._permits.take(rank, recalled))
         try:
             if not await self.ended(waiting, self._moved, recalled):
@@ -106,10 +140,7 @@ class Readers:
             if not waiting.cancel() and not waiting.cancelled():
                 self._permits.give_back(waiting.result())
             raise
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work, progress)
-        self._running[future] = progress, waiting.result()
-        future.add_done_callback(self._on_done)
-        return future
+        return waiting.result()
 
     def give_up(self, future: "asyncio.Future[Any]") -> None:
         """A read is not awaited any more: let others read, though its thread may hang on."""
@@ -152,7 +183,7 @@ class Readers:
 
     def stop(self) -> None:
         """Take no more work."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop()
 
     def _moved(self) -> tuple[int, int]:
         return self._ended, sum(progress.moves for progress, _ in self._running.values())

@@ -6,19 +6,23 @@
     chunk       | norm |0| q       | k  |0|                 what no segment fills is zero
 """
 
+import os
 import threading
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from pilotlight.checkpoint.errors import CheckpointError
+from pilotlight.checkpoint.bulk import is_read_past
+from pilotlight.checkpoint.errors import CheckpointError, SourceChanged, SourceUnavailable
 from pilotlight.checkpoint.manifest import Chunk, Manifest
-from pilotlight.checkpoint.reader import Source
+from pilotlight.checkpoint.reader import FolderSource, Source, SourceFile
 from pilotlight.common.errors import UriNotAllowed, error_of
 from pilotlight.dataplane.bandwidth import link_of
-from pilotlight.dataplane.origin import ChunkWork, Origin
+from pilotlight.dataplane.chunk_fill import ChunkWork
+from pilotlight.dataplane.origin import Origin
 from pilotlight.dataplane.readers import Abandoned
+from pilotlight.native.reads import FileSpan, FileTooShort, NotResident
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.model import Model
 
@@ -51,6 +55,9 @@ class ModelSource(Origin, Protocol):
         """Let go of files and connections. Nothing is being read any more."""
         ...
 
+
+KEPT_FILES = 64
+"""Most files of a model that stay open, or one more for each thread."""
 
 OpenSource = Callable[[Model, Manifest], ModelSource]
 """Opens the source of a model; blocks. Raises what ``ModelSource.read_range`` raises, and
@@ -101,6 +108,46 @@ class OpenedLate:
             return self._source
 
 
+class OpenFiles:
+    """Files of a folder that stay open as long as chunks are read from it.
+
+    To open one for each chunk would be most of what Python does for the chunk. Whether the name
+    still leads to the version that was listed is asked after each chunk all the same.
+    """
+
+    def __init__(self, source: FolderSource, files: tuple[SourceFile, ...]) -> None:
+        self._source = source
+        self._files = files
+        self._kept: dict[int, int] = {}
+
+    @contextmanager
+    def file(self, number: int) -> Generator[int]:
+        """A descriptor of a file, by its number in the manifest. Raises what ``FolderSource.open``
+        raises.
+        """
+        kept = self._kept.get(number)
+        if kept is not None:
+            yield kept
+            return
+        opened = self._source.open(self._files[number])
+        if len(self._kept) < KEPT_FILES and self._kept.setdefault(number, opened) == opened:
+            yield opened
+            return
+        try:
+            yield opened
+        finally:
+            os.close(opened)
+
+    def check_still(self, number: int) -> None:
+        """As ``FolderSource.check_still``."""
+        self._source.check_still(self._files[number])
+
+    def close(self) -> None:
+        """Close them. Nothing is being read any more."""
+        while self._kept:
+            os.close(self._kept.popitem()[1])
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A range of a chunk that comes from one range of one file, but for gaps that are zero."""
@@ -132,6 +179,7 @@ class SourceOrigin:
         self.link = link_of(name)
         self._source = source
         self._files = manifest.files
+        self._open = OpenFiles(source, manifest.files) if isinstance(source, FolderSource) else None
         for file in manifest.files:
             if file.name in ("", ".", "..") or "/" in file.name or not file.name.isprintable():
                 source.close()
@@ -144,6 +192,12 @@ class SourceOrigin:
             SourceChanged: the source is not what the manifest pinned.
             SourceUnavailable: it cannot be read.
         """
+        if self._open is not None and work.takes_files:
+            try:
+                if self._read_files(self._open, chunk, work):
+                    return
+            except CheckpointError as error:
+                raise error_of(error.code, str(error)) from error
         for run in runs_from(chunk, work.position):
             gaps = iter(run.pieces)
             start, stop = next(gaps)
@@ -164,6 +218,33 @@ class SourceOrigin:
                             done += len(fitting)
         work.write(bytes(work.left_bytes))
 
+    def _read_files(self, files: OpenFiles, chunk: Chunk, work: ChunkWork) -> bool:
+        """Read the chunk straight into the pool; False: what is missing is better read past the
+        system's memory.
+        """
+        numbers = {segment.file for segment in chunk.segments}
+        with ExitStack() as opened:
+            spans = _spans_of(
+                chunk, {number: opened.enter_context(files.file(number)) for number in numbers}
+            )
+
+            def check() -> None:
+                for number in numbers:
+                    files.check_still(number)
+
+            try:
+                try:
+                    work.read_files(spans, check, resident_only=True)
+                except NotResident:
+                    if any(is_read_past(self._files[number].size_bytes) for number in numbers):
+                        return False
+                    work.read_files(spans, check)
+            except FileTooShort as error:
+                raise SourceChanged("a file has become shorter while it was read") from error
+            except OSError as error:
+                raise SourceUnavailable(f"cannot be read: {error.strerror}") from error
+        return True
+
     def read_range(
         self, file: int, start: int, stop: int, check: Callable[[], None]
     ) -> Generator[memoryview]:
@@ -178,7 +259,27 @@ class SourceOrigin:
 
     def close(self) -> None:
         """As ``ModelSource.close``."""
+        if self._open is not None:
+            self._open.close()
         self._source.close()
+
+
+def _spans_of(chunk: Chunk, descriptors: Mapping[int, int]) -> list[FileSpan]:
+    """What fills a chunk, by open files."""
+    spans: list[FileSpan] = []
+    for run in runs_from(chunk, 0):
+        offset = run.file_offset
+        for start, stop in run.pieces:
+            last = spans[-1] if spans else None
+            if last is not None and (last.stop, last.file_offset + last.stop - last.start) == (
+                start,
+                offset,
+            ):
+                spans[-1] = last._replace(stop=stop)
+            else:
+                spans.append(FileSpan(descriptors[run.file], offset, start, stop))
+            offset += stop - start
+    return spans
 
 
 def runs_from(chunk: Chunk, position: int) -> list[Run]:

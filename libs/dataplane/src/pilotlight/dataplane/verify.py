@@ -24,7 +24,7 @@ from pilotlight.checkpoint.safetensors import (
     parse_header,
 )
 from pilotlight.common.errors import BadRequest, SourceChanged
-from pilotlight.dataplane.origin import ChunkFill
+from pilotlight.dataplane.chunk_fill import ChunkFill
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.dataplane.source_origin import ModelSource
 from pilotlight.dataplane.whole_files import check_layout

@@ -13,12 +13,7 @@ from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
-from pilotlight.engine.errors import (
-    BadCheckpoint,
-    BadRequest,
-    EngineError,
-    StageBusy,
-)
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
 from pilotlight.engine.kv_moves import adopt, export
@@ -27,13 +22,7 @@ from pilotlight.engine.pipeline.entering import enter
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.engine.resizing import resize
-from pilotlight.engine.results import (
-    GrownStage,
-    PlacedPart,
-    Released,
-    StageRoom,
-    StepResult,
-)
+from pilotlight.engine.results import GrownStage, PlacedPart, Released, StageRoom, StepResult
 from pilotlight.engine.sampling import ended, released
 from pilotlight.engine.turn import run_batch, step_result
 from pilotlight.policy.ids import InstanceId, RequestId
@@ -109,8 +98,13 @@ class Engine:
 
     @property
     def backed_bytes(self) -> int:
-        """Memory of all stages: their parameters and KV, in whole pages."""
+        """Memory of all stages, in whole pages: parameters, KV, and ``steps_bytes``."""
         return self._arena.backed_bytes
+
+    @property
+    def steps_bytes(self) -> int:
+        """What of it captured steps read and write; no share of what stages are granted or lent."""
+        return sum(stage.memory.steps_bytes for stage in self._stages.values())
 
     def close(self) -> None:
         """Ends the grammar helper, if there is one; it also ends when this process does."""
@@ -204,8 +198,22 @@ class Engine:
             self._ended.extend(self._stages.cancel_all(instance_id))
             self._stages.free(instance_id)
 
-    def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom:
+    def resize(
+        self,
+        instance_id: InstanceId,
+        device_bytes: int,
+        *,
+        must: bool = False,
+        target_bytes: int = 0,
+    ) -> StageRoom:
         """Gives a stage more bytes or fewer, while it runs; its KV grows or shrinks in place.
+
+        Args:
+            instance_id: the stage's.
+            device_bytes: what it has from now on.
+            must: others need the memory: KV does not grow, and requests that no longer fit even
+                alone end, to go on elsewhere.
+            target_bytes: see ``resizing.resize``.
 
         Raises:
             UnknownInstance: it is not held.
@@ -213,7 +221,8 @@ class Engine:
                 not have as much.
             StageBusy: it is one of a pipeline.
         """
-        return resize(self._stages.held(instance_id), device_bytes)
+        ended = self._ended if must else None
+        return resize(self._stages.held(instance_id), device_bytes, ended, target_bytes)
 
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
         """Begins to give a stage more layers at either end, while it runs; parts follow by
@@ -322,6 +331,7 @@ class Engine:
                 vocabulary, resident.spec.vocab_size, sampling.grammar, output_ids
             )
         if not pieces:
+            request.queued_s = self._monotonic_s()
             resident.scheduler.submit(request)
             return
         try:
@@ -331,9 +341,7 @@ class Engine:
             raise
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
-        """Cancels a request; nothing, if it has ended: it may have done so while the abort was on
-        its way.
-        """
+        """Cancels a request; nothing, if it has ended, maybe while the abort was on its way."""
         if found := self._stages.find(RequestKey(request_id, attempt)):
             resident, request = found
             self._ended.append(resident.cancel(request))

@@ -274,7 +274,9 @@ class ResidentStage:
         """
         launch = self._compute.launch
         following = (
-            self.scheduler.follow_on(launched.plan) if may_wait and launch is not None else None
+            self.scheduler.follow_on(launched.plan, monotonic_s())
+            if may_wait and launch is not None
+            else None
         )
         if following is not None and launch is not None:
             logits = self.run(following.batch, launched.inputs_of(following))

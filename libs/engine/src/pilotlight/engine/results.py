@@ -23,6 +23,9 @@ class StageRoom:
     kv_bytes_per_token: int
     kv_capacity_tokens: int
     """Whole blocks only."""
+    device_bytes: int = 0
+    """What this takes, after a resize: less than was given where KV ends at a place that costs
+    less, or where some layers have more than the others so far. 0: what was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

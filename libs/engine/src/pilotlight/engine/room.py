@@ -1,12 +1,13 @@
 """How the bytes that a stage is given are divided."""
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.device.arena_protocol import Arena
-from pilotlight.engine.device.memory import layout_of, parameter_bytes
+from pilotlight.engine.device.memory import StageMemory, layout_of, parameter_bytes
 from pilotlight.engine.errors import NoRoom
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.results import StageRoom
-from pilotlight.policy.model import Dtype, Stage
+from pilotlight.policy.model import Dtype, ModelSpec, Stage
 
 
 def divide(
@@ -28,9 +29,35 @@ def divide(
     Raises:
         NoRoom: that is less than one block, or the model is larger than a slot.
     """
-    layout, layers = layout_of(arena, decoder, stage, dtype), stage.stop - stage.start
-    parts = decoder.spec.parts_of(stage)
     parameters = parameter_bytes(decoder, stage, dtype)
+    layout = layout_of(arena, decoder, stage, dtype)
+    return _divided(arena, layout, decoder.spec, stage, dtype, parameters, device_bytes)
+
+
+def divide_again(memory: StageMemory, device_bytes: int) -> StageRoom:
+    """As ``divide``, for a stage that has its place."""
+    return _divided(
+        memory.arena,
+        memory.layout,
+        memory.decoder.spec,
+        memory.stage,
+        memory.dtype,
+        memory.parameter_bytes,
+        device_bytes,
+    )
+
+
+def _divided(
+    arena: Arena,
+    layout: SlotLayout,
+    spec: ModelSpec,
+    stage: Stage,
+    dtype: Dtype,
+    parameters: int,
+    device_bytes: int,
+) -> StageRoom:
+    layers = stage.stop - stage.start
+    parts = spec.parts_of(stage)
     counted_bytes = arena.granule_bytes if arena.whole_granules else 1
     held_bytes = (
         sum(layout.part(part).num_bytes for part in parts) if arena.whole_granules else parameters
@@ -44,6 +71,6 @@ def divide(
     return StageRoom(
         parts=parts,
         parameter_bytes=parameters,
-        kv_bytes_per_token=decoder.spec.kv_bytes_per_token(stage, dtype),
+        kv_bytes_per_token=spec.kv_bytes_per_token(stage, dtype),
         kv_capacity_tokens=num_blocks * BLOCK_TOKENS,
     )

@@ -13,8 +13,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "cpp"
-FLAGS = ("-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
-LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-ldl")
+BLAKE3 = Path(__file__).parent / "blake3"
+"""The hash, as its authors publish it."""
+BLAKE3_FILES = ("blake3.c", "blake3_dispatch.c", "blake3_portable.c")
+BLAKE3_FILES_OF = {
+    "x86_64": tuple(f"blake3_{kind}_x86-64_unix.S" for kind in ("sse2", "sse41", "avx2", "avx512")),
+    "aarch64": ("blake3_neon.c",),
+}
+"""More of them, by machine."""
+FLAGS = ("-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
+LANGUAGE_FLAGS = {
+    ".cpp": ("-std=c++17",),
+    ".c": ("-x", "c"),
+    ".S": ("-x", "assembler-with-cpp"),
+}
+LINK_FLAGS = (
+    "-shared",
+    "-pthread",
+    "-Wl,-Bsymbolic",
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-ldl",
+)
 COMPILERS = ("g++", "c++", "clang++")
 COMPILE_DEADLINE_S = 600.0
 
@@ -26,10 +46,16 @@ class CannotCompile(Exception):
 def library_name() -> str:
     """The library's file name, another one for other sources: a stale one is never loaded."""
     digest = hashlib.sha256("\0".join((*FLAGS, *LINK_FLAGS, platform.machine())).encode())
-    for source in sorted(SOURCES.iterdir()):
-        if source.suffix in (".cpp", ".h"):
+    for source in (*sorted(SOURCES.iterdir()), *sorted(BLAKE3.iterdir())):
+        if source.suffix in (*LANGUAGE_FLAGS, ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return f"libpilotlight_native-{digest.hexdigest()[:16]}.so"
+
+
+def sources() -> tuple[Path, ...]:
+    """What is compiled."""
+    blake3 = (*BLAKE3_FILES, *BLAKE3_FILES_OF.get(platform.machine(), ()))
+    return (*sorted(SOURCES.glob("*.cpp")), *(BLAKE3 / name for name in blake3))
 
 
 def compiler() -> str | None:
@@ -56,11 +82,10 @@ def compile_library(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".compiling-") as scratch:
-            sources = sorted(SOURCES.glob("*.cpp"))
-            objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+            objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources()]
             commands = [
-                [found, *FLAGS, "-c", str(source), "-o", made]
-                for source, made in zip(sources, objects, strict=True)
+                [found, *FLAGS, *LANGUAGE_FLAGS[source.suffix], "-c", str(source), "-o", made]
+                for source, made in zip(sources(), objects, strict=True)
             ]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_run, commands))

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Generator
 from contextlib import contextmanager
 from ctypes import c_int, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pilotlight.native.library import Library, NativeError, library, out
 
@@ -20,6 +20,21 @@ class DriverCalls:
     mapped: int
     unmapped: int
     access_set: int
+    released: int
+    waited: int
+    """For the device to have done what was asked of it before."""
+    copied: int
+    """Windows over what stays of chunks that are cut."""
+    create_ns: int
+    """What those of them took that something waited for."""
+    map_ns: int
+    unmap_ns: int
+    access_ns: int
+    release_ns: int
+    wait_ns: int
+    copy_ns: int
+    behind_ns: int
+    """What the arena's thread took for the rest of them, while others went on."""
     moved_bytes: int
     """Copied to new memory, because other parts of their chunk were taken away."""
 
@@ -79,38 +94,68 @@ class DeviceArena:
 
     @property
     def physical_bytes(self) -> int:
-        """Device memory behind it; what lies at several places counts once."""
+        """Device memory behind it; what lies at several places counts once, and idle memory does
+        not.
+        """
         return self._library.get("arena_physical_bytes", self.pointer)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Device memory that is kept for what needs some next; nothing uses it."""
+        return self._library.get("arena_idle_bytes", self.pointer)
 
     @property
     def driver_calls(self) -> DriverCalls:
         """What it has asked of the driver so far."""
-        counts = (c_uint64 * 5)()
+        counts = (c_uint64 * len(fields(DriverCalls)))()
         self._library.get("arena_counts", self.pointer, counts)
         return DriverCalls(*counts)
 
     def back(self, start: int, stop: int, chunk_bytes: int) -> None:
-        """Puts memory behind [start, stop), all or nothing, in chunks that end at multiples of
-        ``chunk_bytes``.
+        """Puts memory behind [start, stop), all or nothing: idle memory first, then new, in chunks
+        of ``chunk_bytes`` and what is left.
 
         Raises:
-            OutOfMemory: the device has no such memory.
+            OutOfMemory: the device has no such memory, and not enough is idle.
             NativeError: it is backed already, at least in part.
         """
         self._library.call("arena_back", self.pointer, start, stop, chunk_bytes)
 
-    def unback(self, start: int, stop: int) -> None:
-        """Takes the memory behind [start, stop) away, when the device has done what was asked of it
-        before.
+    def unback(self, *ranges: tuple[int, int]) -> None:
+        """Takes the memory behind each [start, stop) away, when the device has done what was asked
+        of it before.
 
-        What stays of a chunk is moved to memory of its own, and keeps its place.
+        What stays of a chunk is moved to memory of its own, and keeps its place. Whole chunks
+        become idle, as far as that is kept: any ``back`` may have them at once.
+
+        Args:
+            ranges: in order, none beginning before the one before it ends.
 
         Raises:
-            NativeError: it is not all backed, or cuts through a chunk that is shared; or the driver
-                refuses. Nothing has changed then, unless a full device had to give the memory first
-                that is refused afterwards: ``backed`` tells.
+            NativeError: they are not all backed, or cut through a chunk that is shared; or the
+                driver refuses. Nothing has changed then, unless a full device had to give the
+                memory first that is refused afterwards: ``backed`` tells.
         """
-        self._library.call("arena_unback", self.pointer, start, stop)
+        bounds = [bound for each in ranges for bound in each]
+        self._library.call(
+            "arena_unback", self.pointer, (c_uint64 * len(bounds))(*bounds), len(ranges)
+        )
+
+    def keep(self, most_idle_bytes: int) -> None:
+        """Keeps so many idle bytes at most from now on; none, unless told.
+
+        A thread gives the driver what is beyond them, and unmaps where idle memory lay.
+        """
+        self._library.get("arena_keep", self.pointer, most_idle_bytes)
+
+    def settle(self, idle_bytes: int) -> None:
+        """Does what is left to the thread, and gives idle memory back to the driver down to so
+        many bytes.
+
+        Raises:
+            NativeError: the driver refuses.
+        """
+        self._library.call("arena_settle", self.pointer, idle_bytes)
 
     def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Which bytes of [start, stop) have memory, by the driver's answers, in order."""

@@ -32,9 +32,12 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "arena_address": (c_uint64, (c_void_p,)),
     "arena_granule": (c_uint64, (c_void_p,)),
     "arena_physical_bytes": (c_uint64, (c_void_p,)),
+    "arena_idle_bytes": (c_uint64, (c_void_p,)),
     "arena_counts": (None, (c_void_p, c_void_p)),
     "arena_back": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64)),
-    "arena_unback": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "arena_unback": (c_int, (c_void_p, c_void_p, c_uint64)),
+    "arena_keep": (None, (c_void_p, c_uint64)),
+    "arena_settle": (c_int, (c_void_p, c_uint64)),
     "arena_next": (None, (c_void_p, c_uint64, _U64, _U64)),
     "arena_share": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64)),
     "arena_export": (c_int, (c_void_p, c_uint64, POINTER(c_int), _U64, _U64)),
@@ -68,8 +71,33 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_close": (None, (c_void_p,)),
+    "read_open": (
+        c_int,
+        (
+            c_uint64,
+            c_int,
+            c_uint64,
+            c_uint64,
+            c_uint64,
+            c_uint64,
+            c_void_p,
+            c_int,
+            c_void_p,
+            POINTER(c_void_p),
+        ),
+    ),
+    "read_run": (c_int, (c_void_p, c_int, c_void_p, POINTER(c_int), POINTER(c_int))),
+    "read_cancel": (None, (c_void_p,)),
+    "read_close": (None, (c_void_p,)),
+    "populate": (c_int, (c_uint64, c_uint64)),
+    "blake3": (None, (c_char_p, c_uint64, c_char_p)),
+    "blake3_chunks": (c_int, (c_char_p, c_void_p, c_char_p)),
     "dlpack": (c_void_p, (c_uint64, c_int, c_int, c_int, c_int, c_int, POINTER(c_int64))),
 }
+
+_BRIEF = frozenset({"read_open", "read_close"})
+"""Functions so short that to give Python's lock away for them, and wait for it again, takes
+longer."""
 
 
 class NativeUnavailable(Exception):
@@ -118,10 +146,12 @@ class Library:
             OSError: this system does not load it.
         """
         self.path = path
-        self._handle = ctypes.CDLL(str(path))
+        giving_it_away = ctypes.CDLL(str(path))
+        holding_the_lock = ctypes.PyDLL(str(path))
         self._functions: dict[str, Callable[..., object]] = {}
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(self._handle, f"pilotlight_{name}")
+            handle = holding_the_lock if name in _BRIEF else giving_it_away
+            function = getattr(handle, f"pilotlight_{name}")
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
 

@@ -1,5 +1,5 @@
 """The node's part in control: what the scheduler wants to be fetched here, and what the cache wants
-to be dropped.
+to be fetched ahead or dropped.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import structlog
 from pilotlight.common.clock import Clock
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import BadRequest, StaleCommand
-from pilotlight.common.messages.hold import Fetch, NodeHold, Peer
+from pilotlight.common.messages.hold import Fetch, NodeHold, NodePrefetch, Peer
 from pilotlight.common.messages.room import Drop, Dropped
 from pilotlight.common.newest import Newest
 from pilotlight.dataplane.copies import HostCopies
@@ -26,6 +26,8 @@ log = structlog.get_logger()
 OrderKey = tuple[InstanceId, Generation, tuple[int, ...]]
 """An order is carried out once: one that failed is not begun again by its repetition, only by a
 newer generation."""
+AheadKey = tuple[Digest, Generation]
+"""So is an order of the cache."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +42,9 @@ class Agent:
     peers: Peers | None = None
     """Other nodes; None: this one has no links to any."""
     _orders: dict[OrderKey, PartsClaim] = field(default_factory=dict[OrderKey, PartsClaim])
+    _ahead: dict[AheadKey, PartsClaim] = field(default_factory=dict[AheadKey, PartsClaim])
     _newest: Newest = field(default_factory=Newest)
+    _newest_ahead: Newest = field(default_factory=Newest)
 
     async def on_hold(self, told: Timed[NodeHold]) -> None:
         """Fetch what is ordered and not here; stop fetching what no order wants any more.
@@ -67,6 +71,24 @@ class Agent:
                 self._orders[key].priority = fetch.priority
             else:
                 self._begin(key, fetch, told.sent_s(self.clock))
+
+    async def on_prefetch(self, told: Timed[NodePrefetch]) -> None:
+        """Fetch ahead what is ordered and not here; stop what is not ordered any more, unless a
+        hold wants it.
+        """
+        wanted = told.message
+        if not self._newest_ahead.is_news(wanted.node_id, wanted.cache, wanted.seq):
+            return
+        orders = {(one.model.digest, one.generation): one for one in wanted.fetches}
+        for key in [key for key in self._ahead if key not in orders]:
+            self.copies.release(self._ahead.pop(key))
+        held = {claim.model.digest for claim in self._orders.values()}
+        self._follow([one for one in wanted.fetches if one.model.digest not in held])
+        for key, fetch in orders.items():
+            if key not in self._ahead:
+                claim = self._claim(fetch, told.sent_s(self.clock))
+                if claim is not None:
+                    self._ahead[key] = claim
 
     def _follow(self, fetches: Sequence[Fetch]) -> None:
         """Ask the nodes that the orders name; those of several orders for one model one after the
@@ -102,6 +124,11 @@ class Agent:
         return Dropped(digests=dropped, fits=fits)
 
     def _begin(self, key: OrderKey, fetch: Fetch, since_s: float) -> None:
+        claim = self._claim(fetch, since_s)
+        if claim is not None:
+            self._orders[key] = claim
+
+    def _claim(self, fetch: Fetch, since_s: float) -> PartsClaim | None:
         try:
             claim = self.copies.claim(
                 fetch.model,
@@ -119,16 +146,17 @@ class Agent:
                 instance_id=fetch.instance_id,
                 error=error.message,
             )
-            return
-        self._orders[key] = claim
+            return None
         log.info(
             "order taken",
             action="order_taken",
             instance_id=fetch.instance_id,
             model=fetch.model.name,
+            priority=fetch.priority.value,
             parts=len(claim.parts),
             missing=len(claim.missing),
         )
+        return claim
 
 
 def _key(fetch: Fetch) -> OrderKey:

@@ -28,12 +28,15 @@ from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.fetch_tools import FetchTools
+from pilotlight.dataplane.file_reads import native_reads
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.pool import HostPool
+from pilotlight.dataplane.pool_pages import PoolPages
 from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
 from pilotlight.loader.agent import Agent
+from pilotlight.loader.coalescing import Coalescing
 from pilotlight.loader.devices import WorkerDevices, find_gpus, plan_workers
 from pilotlight.loader.disk import NodeDisk, open_disk
 from pilotlight.loader.handlers import Handlers
@@ -45,6 +48,7 @@ from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
+from pilotlight.native.library import Library
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.model import Model
 
@@ -111,7 +115,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     disk = await open_disk(context, pool, metrics)
     manifests = StoredManifests(context.store, context.background)
     links = find_links(context, node_id, metrics)
-    tools = _tools(context, pool, disk, links, manifests)
+    tools = _tools(context, pool, disk, links, manifests, await asyncio.to_thread(native_reads))
     copies = HostCopies(tools, context.background, observer)
     if links is not None:
         links.listen(pool, tools, copies)
@@ -148,25 +152,37 @@ async def build(context: Context[LoaderSettings]) -> Application:
         incarnation=context.incarnation,
         dataplane=links.address if links is not None else ("", 0),
     )
+    coalescing = Coalescing(
+        node_id, context.incarnation, context.clock, metrics, changes.report.set
+    )
     reporter = Reporter(
         shape=shape,
         pool=pool,
         copies=copies,
         dead_workers=lambda: supervisor.dead_workers,
         changes=changes,
+        coalescing=coalescing,
         leaving=not settings.handover,
         bus=context.bus,
         background=context.background,
         distrusted=tools.distrusted,
         disk=disk.tier if disk is not None else None,
     )
-    server = PoolServer(settings.socket, pool, copies, supervisor)
+    server = PoolServer(settings.socket, pool, copies, supervisor, reports=coalescing)
     verifications = Verifications(node_id, tools, manifests, context.background)
     handlers = Handlers(context.bus, agent, verifications)
     first = [disk] if disk is not None else []
     second = [links] if links is not None else []
     keeper = PoolKeeper(pool, copies, settings)
-    return Application(components=[*first, keeper, *second, server, reporter, handlers, supervisor])
+    is_ahead = workers.kind == "cuda" if settings.pool_ahead is None else settings.pool_ahead
+    ahead = (
+        [PoolPages(pool, tools.native, lambda: copies.is_fetching)]
+        if is_ahead and tools.native is not None
+        else []
+    )
+    return Application(
+        components=[*first, keeper, *ahead, *second, server, reporter, handlers, supervisor]
+    )
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
@@ -216,6 +232,7 @@ def _tools(
     disk: NodeDisk | None,
     links: NodeLinks | None,
     manifests: StoredManifests,
+    native: Library | None,
 ) -> FetchTools:
     settings = context.settings
     nearby = (
@@ -233,7 +250,11 @@ def _tools(
         manifests=manifests,
         open_source=open_source,
         lanes=Lanes(
-            LaneLimits(least=settings.fetch_reads, most=settings.fetch_threads),
+            LaneLimits(
+                least=settings.fetch_reads,
+                most=settings.fetch_threads,
+                local=len(os.sched_getaffinity(0)),
+            ),
             SourceLimits(parse_bandwidth(settings.link), context.clock),
             context.clock,
         ),
@@ -241,6 +262,7 @@ def _tools(
         faults=Faults.parse(settings.faults),
         clock=context.clock,
         phases=reported_phases(context.bus, context.clock, context.background, "loader"),
+        native=native,
         nearby=nearby,
         keepers=(disk.writer,) if disk is not None else (),
     )

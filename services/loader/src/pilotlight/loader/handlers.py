@@ -2,7 +2,12 @@
 
 from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.envelope import Timed
-from pilotlight.common.messages.hold import NodeHold, node_hold_subject
+from pilotlight.common.messages.hold import (
+    NodeHold,
+    NodePrefetch,
+    node_hold_subject,
+    prefetch_subject,
+)
 from pilotlight.common.messages.room import Drop, drop_subject
 from pilotlight.common.messages.verify import (
     AskVerification,
@@ -31,6 +36,9 @@ class Handlers:
         self._subscriptions = [
             await self._bus.subscribe(
                 node_hold_subject(node_id), Timed[NodeHold], self._agent.on_hold
+            ),
+            await self._bus.subscribe(
+                prefetch_subject(node_id), Timed[NodePrefetch], self._agent.on_prefetch
             ),
             await self._bus.serve(drop_subject(node_id), Drop, self._agent.on_drop),
             await self._bus.serve(verify_subject(node_id), Verify, self._verifications.on_verify),

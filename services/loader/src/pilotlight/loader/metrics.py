@@ -50,6 +50,14 @@ class LoaderMetrics:
             "Share of the free bytes outside the largest free range.",
             registry=registry,
         )
+        self.reports = Counter(
+            "pilotlight_node_reports",
+            "Reports of this node and its workers together, by what they said: the whole, a change, or that nothing changed.",
+            ["what"],
+            registry=registry,
+        )
+        for what in ("whole", "change", "heartbeat"):
+            self.reports.labels(what=what)
         self.fetched_bytes = Counter(
             "pilotlight_fetched_bytes",
             "Bytes of parts that were fetched and verified.",

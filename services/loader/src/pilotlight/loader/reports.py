@@ -1,5 +1,5 @@
-"""What the loader tells all services: a report every 200 ms and at once on change, and the node's
-last state for late joiners.
+"""What the loader tells all services: its report, or that of the whole node (``coalescing``), and
+the node's last state for late joiners.
 """
 
 import asyncio
@@ -9,12 +9,17 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from pilotlight.common.buckets import NODES
-from pilotlight.common.bus import Bus
+from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.messages.reports import (
+    COALESCE_SUBJECT,
     REPORT_INTERVAL_S,
+    Coalesce,
     LoaderReport,
+    TellWhole,
     loader_report_subject,
+    node_report_subject,
+    whole_subject,
 )
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
@@ -22,6 +27,7 @@ from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.disk_tier import DiskTier
 from pilotlight.dataplane.pool import HostPool
+from pilotlight.loader.coalescing import Coalescing
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, OriginKind
 from pilotlight.policy.ids import NodeId, WorkerId
@@ -69,6 +75,7 @@ class Reporter:
     copies: HostCopies
     dead_workers: Callable[[], Collection[WorkerId]]
     changes: Changes
+    coalescing: Coalescing
     leaving: bool
     """The node leaves when this process stops: no other loader takes over."""
     bus: Bus
@@ -76,6 +83,7 @@ class Reporter:
     distrusted: Distrusted
     disk: DiskTier | None = None
     _tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _subscriptions: list[Subscription] = field(default_factory=list[Subscription])
     _stopping: bool = False
     _seq: int = 0
     _written: NodeFacts | None = None
@@ -86,6 +94,11 @@ class Reporter:
         if self._tasks:
             return
         self.bus.on_reconnect(self._on_reconnect)
+        node_id, coalescing = self.shape.node_id, self.coalescing
+        self._subscriptions = [
+            await self.bus.subscribe(COALESCE_SUBJECT, Coalesce, coalescing.on_coalesce),
+            await self.bus.subscribe(whole_subject(node_id), TellWhole, coalescing.on_whole),
+        ]
         self._tasks = [
             self.background.spawn("loader reports", self._report_for_ever()),
             self.background.spawn("node state", self._keep_state_for_ever()),
@@ -98,6 +111,8 @@ class Reporter:
         if not self._tasks:
             return
         tasks, self._tasks = self._tasks, []
+        while self._subscriptions:
+            await self._subscriptions.pop().end()
         await cancel_all(tasks)
         self._stopping = self.leaving
         await self._publish()
@@ -128,7 +143,10 @@ class Reporter:
         while True:
             await self._publish()
             await pause(GATHER_S)
-            await woken(self.changes.report, REPORT_INTERVAL_S - GATHER_S)
+            wait_s = REPORT_INTERVAL_S
+            if self.coalescing.allowed:
+                wait_s = max(GATHER_S, min(wait_s, self.coalescing.wait_s()))
+            await woken(self.changes.report, wait_s - GATHER_S)
 
     async def _publish(self) -> None:
         self._seq += 1
@@ -139,7 +157,14 @@ class Reporter:
             dead_workers=tuple(sorted(self.dead_workers())),
             seq=self._seq,
         )
-        await self.bus.publish(loader_report_subject(self.shape.node_id), report)
+        if not self.coalescing.allowed:
+            await self.bus.publish(loader_report_subject(self.shape.node_id), report)
+            return
+        whole = self.coalescing.report(report)
+        if whole is not None:
+            await self.bus.publish(node_report_subject(self.shape.node_id), whole)
+            if self.bus.connected:
+                self.coalescing.confirm()
 
     async def _keep_state_for_ever(self) -> None:
         while True:

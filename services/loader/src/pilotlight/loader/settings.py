@@ -47,6 +47,11 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
     pool_socket: Path | None = Field(
         None, description="Unix socket for workers. By default pool.sock in the run folder."
     )
+    pool_ahead: bool | None = Field(
+        None,
+        description="Whether the host pool takes its memory from the system when the loader starts, in the background and as far as it "
+        "is unused, rather than with the first fetches. By default where the workers compute on GPUs.",
+    )
     link: str = Field(
         "",
         description="Bandwidth that fetches from one source may take together: `200mbit`, `25gbit`, `125MB/s`. Empty: no limit.",
@@ -66,7 +71,7 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         ge=1,
         le=256,
         description="Chunks that are read from one source at once to begin with, and at the least. More are, up to the threads, where the "
-        "link gives more then.",
+        "link gives more then. From folders of this host and from the disk tier, one for each core to begin with if those are more.",
     )
     dataplane_host: str = Field(
         "127.0.0.1",
@@ -101,7 +106,7 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade.",
     )
 
-    @field_validator("disk_tier_dir", "workers", mode="before")
+    @field_validator("disk_tier_dir", "pool_ahead", "workers", mode="before")
     @classmethod
     def _is_none_if_empty(cls, value: object) -> object:
         return None if value == "" else value

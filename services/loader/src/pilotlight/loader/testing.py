@@ -16,7 +16,13 @@ from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
-from pilotlight.common.messages.hold import Fetch, NodeHold, node_hold_subject
+from pilotlight.common.messages.hold import (
+    Fetch,
+    NodeHold,
+    NodePrefetch,
+    node_hold_subject,
+    prefetch_subject,
+)
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import LoaderReport
 from pilotlight.common.messages.room import Drop, Dropped, drop_subject
@@ -152,6 +158,11 @@ class Cluster:
         """Command as the scheduler does."""
         command = NodeHold(node_id=self.node_id, epoch=Epoch(epoch), fetches=fetches)
         await self.bus.publish(node_hold_subject(self.node_id), command, sent=sent)
+
+    async def prefetch(self, *fetches: Fetch, cache: str = "c", seq: int = 0) -> None:
+        """Have fetched ahead, as the cache does."""
+        command = NodePrefetch(node_id=self.node_id, cache=cache, fetches=fetches, seq=seq)
+        await self.bus.publish(prefetch_subject(self.node_id), command)
 
     async def drop(self, *digests: Digest) -> tuple[Digest, ...]:
         """What of these the loader gave up."""

@@ -56,13 +56,13 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
     components: list[Component] = []
     workers: list[Worker] = []
     for name in names:
-        source: PartSource = EveryPart()
-        if settings.pool_socket is not None:
-            source = client = PoolClient(
-                settings.pool_socket, context.clock, grace_s=settings.loader_grace_s
-            )
-            components.append(LoaderLink(client, context.background, name))
-        workers.append(builder.worker(name, source))
+        if settings.pool_socket is None:
+            workers.append(builder.worker(name, EveryPart()))
+            continue
+        client = PoolClient(settings.pool_socket, context.clock, grace_s=settings.loader_grace_s)
+        worker = builder.worker(name, client)
+        workers.append(worker)
+        components.append(LoaderLink(client, context.background, name, worker.reporter))
     components.extend(workers)
     return Application(
         components=components,

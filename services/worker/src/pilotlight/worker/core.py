@@ -33,3 +33,5 @@ class WorkerCore:
     vocabularies: Vocabularies
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change of what is held: it is reported at once."""
+    room_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set on every change of what takes device memory, or wants more: for ``Lending``."""

@@ -1,6 +1,6 @@
 """What the engine gave its requests, on its way to the gateways."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Sequence
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.policy.ids import InstanceId
@@ -24,7 +24,9 @@ class TokenDelivery:
     def __init__(self, core: WorkerCore, spans: PrefillSpans) -> None:
         self._core = core
         self._spans = spans
-        self._publisher = TokenPublisher(core.bus, core.background, core.worker_id)
+        self._publisher = TokenPublisher(
+            core.bus, core.clock, core.background, core.worker_id, core.table
+        )
         self._kept: dict[InstanceId, list[_Sampled]] = {}
 
     async def drain(self) -> None:
@@ -33,23 +35,23 @@ class TokenDelivery:
 
     def take(
         self,
-        produced: Iterable[Produced],
+        produced: Sequence[Produced],
         sampled: Moment | None,
-        unproven: Callable[[InstanceId], bool],
+        unproven: Collection[InstanceId],
     ) -> bool:
         """Hand a step's tokens out, or keep them back; true when a request has ended.
+
+        Args:
+            produced: what the step gave.
+            sampled: when it had it.
+            unproven: instances whose tokens are kept back; most of the time there are none.
 
         Raises:
             InternalError: the engine's books are wrong.
         """
-        now: list[_Sampled] = []
-        for one in produced:
-            instance_id = self._core.table.instance_of(RequestKey(one.request_id, one.attempt))
-            if instance_id is not None and unproven(instance_id):
-                self._kept.setdefault(instance_id, []).append((one, sampled))
-            else:
-                now.append((one, sampled))
-        return self._hand_out(now)
+        if unproven:
+            produced = self._keep_back(produced, sampled, unproven)
+        return self._hand_out(produced, sampled)
 
     def release(self, instance_id: InstanceId) -> bool:
         """The parts were whole: hand out what was kept back; true when a request has ended.
@@ -57,7 +59,10 @@ class TokenDelivery:
         Raises:
             InternalError: the engine's books are wrong.
         """
-        return self._hand_out(self._kept.pop(instance_id, []))
+        ended = False
+        for one, sampled in self._kept.pop(instance_id, []):
+            ended |= self._hand_out((one,), sampled)
+        return ended
 
     def discard(self, instance_id: InstanceId) -> None:
         """The parts were not whole, or the engine is gone: forget what was kept back."""
@@ -69,27 +74,49 @@ class TokenDelivery:
 
     def fail(self, code: str, message: str, instance_id: InstanceId | None = None) -> None:
         """End the requests of one instance, or all, with an error."""
-        for outgoing in self._core.table.fail(
+        for unsent in self._core.table.fail(
             code, message, self._core.clock.monotonic_s(), instance_id
         ):
-            self._spans.end(RequestKey(outgoing.entry.request_id, outgoing.entry.attempt))
-            self._publisher.add(outgoing)
+            self._spans.end(unsent.key)
+            self._publisher.add(unsent)
         self._publisher.flush()
 
-    def _hand_out(self, produced: list[_Sampled]) -> bool:
-        for one, sampled in produced:
-            self._on_produced(one, sampled)
-        self._publisher.flush()
-        ended = any(one.finish is not None for one, _ in produced)
+    def _keep_back(
+        self,
+        produced: Sequence[Produced],
+        sampled: Moment | None,
+        unproven: Collection[InstanceId],
+    ) -> list[Produced]:
+        """What may leave; the rest is kept."""
+        now: list[Produced] = []
+        for one in produced:
+            instance_id = self._core.table.instance_of(RequestKey(one.request_id, one.attempt))
+            if instance_id is not None and instance_id in unproven:
+                self._kept.setdefault(instance_id, []).append((one, sampled))
+            else:
+                now.append(one)
+        return now
+
+    def _hand_out(self, produced: Sequence[Produced], sampled: Moment | None) -> bool:
+        table, metrics, add = self._core.table, self._core.metrics, self._publisher.add
+        now_s = self._core.clock.monotonic_s()
+        spans = self._spans.any
+        tokens, ended = 0, False
+        try:
+            for one in produced:
+                if spans:
+                    self._spans.end(RequestKey(one.request_id, one.attempt))
+                tokens += len(one.token_ids)
+                if one.finish is not None:
+                    ended = True
+                    metrics.ended(one.finish)
+                unsent = table.produced(one, now_s)
+                if unsent is not None:
+                    add(unsent, sampled)
+        finally:
+            # Also of a step in which something is wrong: what was handed out before it is right.
+            metrics.gave(tokens)
+            self._publisher.flush()
         if ended:
-            self._core.metrics.running.set(self._core.table.running)
+            metrics.running.set(table.running)
         return ended
-
-    def _on_produced(self, produced: Produced, sampled: Moment | None) -> None:
-        self._spans.end(RequestKey(produced.request_id, produced.attempt))
-        self._core.metrics.tokens.inc(len(produced.token_ids))
-        if produced.finish is not None:
-            self._core.metrics.finished.labels(finish=produced.finish.value).inc()
-        outgoing = self._core.table.produced(produced, self._core.clock.monotonic_s())
-        if outgoing is not None:
-            self._publisher.add(outgoing, sampled)

@@ -13,8 +13,14 @@ from pilotlight.common.errors import (
     PilotlightError,
 )
 from pilotlight.common.messages.engine import Abort, Produced, Run
-from pilotlight.common.messages.hold import WorkerHold, worker_hold_subject
-from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
+from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
+from pilotlight.common.messages.room import (
+    GivenUp,
+    GiveUp,
+    Lend,
+    give_up_subject,
+    lend_subject,
+)
 from pilotlight.common.messages.tokens import (
     Ack,
     Cancel,
@@ -32,6 +38,7 @@ from pilotlight.policy.ids import Digest
 from pilotlight.policy.request import FinishReason, RequestKey, Vocabulary
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import ServingStage
+from pilotlight.worker.held_table import RETRY_AFTER_S
 from pilotlight.worker.stages import Stages
 from pilotlight.worker.tracing import PrefillSpans
 
@@ -54,6 +61,7 @@ class Handlers:
             await bus.serve(submit_subject(worker_id), Submit, self.submit),
             await bus.serve(resend_subject(worker_id), Resend, self.resend),
             await bus.serve(give_up_subject(worker_id), GiveUp, self.give_up),
+            await bus.subscribe(lend_subject(worker_id), Lend, self.lend),
             await bus.subscribe(cancel_subject(worker_id), Cancel, self.cancel),
             await bus.subscribe(ack_subject(worker_id), Ack, self.acknowledge),
             await bus.subscribe(worker_hold_subject(worker_id), Timed[WorkerHold], self.hold),
@@ -80,7 +88,7 @@ class Handlers:
                 # for that.
                 raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
             serving = self._stages.held.serving(submit.instance_id)
-            _check_room(submit, serving)
+            await self._make_room(submit, serving)
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:
             self._core.metrics.refused.labels(code=error.code).inc()
@@ -108,6 +116,10 @@ class Handlers:
             )
         await self._abort(superseded)
         return SubmitReply(accepted=True)
+
+    async def lend(self, lend: Lend) -> None:
+        """Have these loans from now on, and no others."""
+        self._stages.lending.lend(lend)
 
     async def resend(self, request: Resend) -> TokenBatch:
         """Give tokens again that were lost on the way."""
@@ -142,6 +154,27 @@ class Handlers:
         if not self._core.bus.connected:
             self._core.table.bus_was_down(now_s)
         await self._abort(self._core.table.expire(now_s))
+
+    async def _make_room(self, submit: Submit, serving: ServingStage) -> None:
+        """Have KV for a request that the engine could otherwise not take.
+
+        Raises:
+            ContextTooLong: no output fits into the model's context.
+            NoRoom: the tokens that must be there to go on do not fit into the KV cache.
+            NotLoaded: they do not now; when others have left the device, they may.
+        """
+        lending, held = self._stages.lending, self._stages.held[submit.instance_id]
+        try:
+            _check_room(submit, serving.hold, lending.limit_tokens(held))
+        except NoRoom as error:
+            began = submit.attempt > 1
+            if began and held_tokens_of(submit) <= lending.alone_tokens(held):
+                raise NotLoaded(error.message, retry_after_s=RETRY_AFTER_S) from error
+            raise
+        context = serving.hold.model.spec.max_context_tokens
+        reach = min(len(submit.prompt_ids) + submit.sampling.max_tokens, context)
+        if reach > held.kv_capacity_tokens:
+            await lending.reach(held, reach)
 
     async def _run_with_grammar(
         self, submit: Submit, deadline_s: float | None, text_digest: Digest
@@ -213,21 +246,26 @@ def _cancelled(submit: Submit) -> Produced:
     )
 
 
-def _check_room(submit: Submit, serving: ServingStage) -> None:
+def held_tokens_of(submit: Submit) -> int:
+    """Tokens that must be there to go on with a request."""
+    return len(submit.prompt_ids) + len(submit.output_ids)
+
+
+def _check_room(submit: Submit, hold: Hold, kv_limit_tokens: int) -> None:
     """Refuse what the engine could never run, so that the gateway hears it within its submit.
 
     Raises:
         ContextTooLong: no output fits into the model's context.
         NoRoom: the tokens that must be there to go on do not fit into the KV cache.
     """
-    held_tokens = len(submit.prompt_ids) + len(submit.output_ids)
-    limit_tokens = serving.hold.model.spec.max_context_tokens
+    held_tokens = held_tokens_of(submit)
+    limit_tokens = hold.model.spec.max_context_tokens
     if len(submit.prompt_ids) >= limit_tokens:
         raise ContextTooLong(
             f"This model's maximum context length is {limit_tokens} tokens. However, the prompt has {len(submit.prompt_ids)} tokens, "
             "which leaves no room for an answer"
         )
-    if held_tokens > serving.kv_capacity_tokens:
+    if held_tokens > kv_limit_tokens:
         raise NoRoom(
-            f"{held_tokens} tokens do not fit into the {serving.kv_capacity_tokens} of this instance's KV cache"
+            f"{held_tokens} tokens do not fit into the {kv_limit_tokens} of this instance's KV cache"
         )

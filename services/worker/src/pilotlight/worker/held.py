@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.engine import StageLoaded
@@ -13,9 +13,33 @@ from pilotlight.policy.phase import Moment
 from pilotlight.worker.lifecycle import HeldView
 
 
+@dataclass(slots=True, kw_only=True)
+class StageLoan:
+    """KV of a stage beyond its grant; ``Lending`` alone writes it."""
+
+    offered_bytes: int = 0
+    """What the cache lends it."""
+    lent_bytes: int = 0
+    """What it has, or is about to have."""
+    unready_bytes: int = 0
+    """As much of it gives no room before other layers have theirs."""
+    granted_tokens: int = 0
+    """Of its KV, what its grant holds; 0: it has none yet."""
+    begun: bool = False
+    """It has given its first token."""
+    reaching: list[int] = field(default_factory=list[int])
+    """Tokens that single requests could reach which wait to be taken for that."""
+    reached_tokens: int = 0
+    """The most that one in flight could."""
+    pressed_tokens: int = 0
+    """What is wanted at least, since requests wait in the engine."""
+    refused_until_s: float = 0.0
+    """The engine has refused to resize it: it is not asked again before."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Held:
-    """One stage; ``Stages`` alone writes it."""
+    """One stage; ``Stages`` alone writes it, but for its loan, and what that makes of its KV."""
 
     hold: Hold
     state: HeldState
@@ -39,6 +63,7 @@ class Held:
     """Done when the engine has freed it; set while that is asked."""
     lost: bool = False
     """Its engine died."""
+    loan: StageLoan = field(default_factory=StageLoan)
 
     @property
     def serves(self) -> bool:
@@ -47,6 +72,13 @@ class Held:
         The engine says whether it can: of a whole model, or of a stage that leads a pipeline.
         """
         return self.open and self.state in (HeldState.LOADING, HeldState.READY)
+
+    def has_kv(self, kv_capacity_tokens: int) -> None:
+        """The engine says for how many tokens its grant has room; nothing new, where more is lent
+        already.
+        """
+        if not self.loan.lent_bytes:
+            self.kv_capacity_tokens = self.loan.granted_tokens = kv_capacity_tokens
 
     @property
     def idle(self) -> bool:

@@ -94,6 +94,7 @@ class HeldTable:
         assert state is not None
         held = Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
         self._held[hold.instance_id] = held
+        self._core.room_changed.set()
         return held
 
     def move(self, held: Held, event: HeldEvent) -> None:
@@ -107,6 +108,7 @@ class HeldTable:
         else:
             held.state = state
         self._core.changed.set()
+        self._core.room_changed.set()
 
     def remember_gone(self, hold: Hold) -> None:
         """A command for this generation, or an older one, comes too late from now on."""

@@ -10,7 +10,7 @@ import structlog
 
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all
-from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.dataplane.pool_client import PoolClient, ReportRelay
 from pilotlight.policy.ids import WorkerId
 
 log = structlog.get_logger()
@@ -22,7 +22,22 @@ class LoaderLink:
     Without a loader for the grace, the whole process ends in order.
     """
 
-    def __init__(self, client: PoolClient, background: Background, worker_id: WorkerId) -> None:
+    def __init__(
+        self,
+        client: PoolClient,
+        background: Background,
+        worker_id: WorkerId,
+        relay: ReportRelay,
+    ) -> None:
+        """Not connected yet.
+
+        Args:
+            client: makes the connection.
+            background: owns what keeps it.
+            worker_id: the worker.
+            relay: gives the worker's reports to the loader.
+        """
+        self._relay = relay
         self._client = client
         self._background = background
         self._worker_id = worker_id
@@ -40,7 +55,7 @@ class LoaderLink:
             await cancel_all((task,))
 
     async def _greet(self) -> None:
-        await self._client.hello(self._worker_id)
+        await self._client.hello(self._worker_id, relay=self._relay)
         log.error("the loader is gone: ending", action="worker_orphaned", worker_id=self._worker_id)
         # As if the loader had asked for it: everything stops in order, and the exit status says
         # that nothing was wrong here.

@@ -3,7 +3,7 @@ the stage stands.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -92,11 +92,21 @@ class StageLoader:
         return epoch_in_pool(self._pool_path) if self._pool_path else Epoch(0)
 
     async def load(
-        self, hold: Hold, asked_s: float, loaded: asyncio.Future[StageLoaded]
+        self,
+        hold: Hold,
+        asked_s: float,
+        loaded: asyncio.Future[StageLoaded],
+        made_room: Callable[[], Awaitable[None]],
     ) -> StageLoaded:
-        """Load a stage; ``loaded`` is what the engine says of it, in whatever way.
+        """Load a stage.
 
         The lease has ended when this returns.
+
+        Args:
+            hold: the stage.
+            asked_s: when that was asked for.
+            loaded: what the engine says of it, in whatever way.
+            made_room: returns when nothing is lent that the stage needs.
 
         Raises:
             PilotlightError: a part cannot be had or placed, or the engine ended.
@@ -112,10 +122,17 @@ class StageLoader:
             )
             self._pool_path = lease.pool_path
             async with lease:
+                await made_room()
                 await self._begin(hold, lease, asked_s)
                 return await self._fed(hold, lease, loaded)
 
-    async def grow(self, hold: Hold, held: Stage, grown: asyncio.Future[StageGrown]) -> StageGrown:
+    async def grow(
+        self,
+        hold: Hold,
+        held: Stage,
+        grown: asyncio.Future[StageGrown],
+        made_room: Callable[[], Awaitable[None]],
+    ) -> StageGrown:
         """Give a stage that is held a longer range; ``grown`` is what the engine says of it, in
         whatever way.
 
@@ -123,6 +140,7 @@ class StageLoader:
             hold: the longer range.
             held: the range that is there, and serves.
             grown: set by the listener to the engine's events.
+            made_room: as for ``load``.
 
         Raises:
             PilotlightError: a part cannot be had or placed, the engine refused, or it ended.
@@ -146,6 +164,7 @@ class StageLoader:
                     device_bytes=hold.device_bytes,
                     pool_path=lease.pool_path,
                 )
+                await made_room()
                 await self._core.engine.extend_stage(extend)
                 return await self._fed(hold, lease, grown)
 

@@ -1,9 +1,56 @@
 """What a worker process counts."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import itertools
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from pilotlight.common.messages.engine import StepDone
 from pilotlight.policy.cluster import HealthState
+from pilotlight.policy.request import FinishReason
+
+STEP_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0)
+
+
+class LendingMetrics:
+    """KV beyond grants."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._granted = Gauge(
+            "pilotlight_worker_granted_bytes",
+            "Device memory that stages were granted: parameters and KV.",
+            registry=registry,
+        )
+        self._lent = Gauge(
+            "pilotlight_worker_kv_lent_bytes",
+            "Device memory that stages have for KV beyond their grants.",
+            registry=registry,
+        )
+        self.refused = Counter(
+            "pilotlight_worker_kv_resizes_refused",
+            "Resizes of KV that an engine refused.",
+            registry=registry,
+        )
+        self._resize_s = Histogram(
+            "pilotlight_worker_kv_resize_seconds",
+            "How long a resize of KV takes, from asking the engine to its answer.",
+            ["direction"],
+            buckets=(0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0),
+            registry=registry,
+        )
+
+    def resized(self, *, grew: bool, seconds: float) -> None:
+        """Count one resize."""
+        self._resize_s.labels(direction="grow" if grew else "shrink").observe(seconds)
+
+    def lent(self, granted_bytes: int, lent_bytes: int) -> None:
+        """What the stages of a worker have."""
+        self._granted.set(granted_bytes)
+        self._lent.set(lent_bytes)
 
 
 class WorkerMetrics:
@@ -12,6 +59,15 @@ class WorkerMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        registry.register(_BeforeOthers(self))
+        self._last: StepDone | None = None
+        """The last step, until it is shown."""
+        self._batch_tokens = self._looked_up_tokens = self._hit_tokens = self._preemptions = 0
+        """Sums over the steps that are not shown yet."""
+        self._tokens = 0
+        """Output tokens that are not shown yet."""
+        self._finished = Counts[FinishReason]()
+        """Requests that ended and are not shown yet."""
         self.accepted = Counter(
             "pilotlight_worker_requests_accepted", "Requests that were accepted.", registry=registry
         )
@@ -55,6 +111,7 @@ class WorkerMetrics:
             "Of these, engines that hung and were ended for it.",
             registry=registry,
         )
+        self.lending = LendingMetrics(registry)
         self.device = Gauge(
             "pilotlight_worker_device_health",
             "1 for the state that the worker's device is in, else 0.",
@@ -104,37 +161,48 @@ class WorkerMetrics:
             "Times that a request gave up its KV blocks to an older one.",
             registry=registry,
         )
-        self.step_s = Histogram(
-            "pilotlight_worker_step_seconds",
-            "How long an engine step takes.",
-            buckets=(
-                0.001,
-                0.002,
-                0.004,
-                0.008,
-                0.016,
-                0.032,
-                0.064,
-                0.128,
-                0.256,
-                0.512,
-                1.0,
-                2.0,
-            ),
-            registry=registry,
-        )
+        self._step_s = _StepSeconds()
+        registry.register(self._step_s)
 
     def stepped(self, step: StepDone) -> None:
-        """Count one engine step."""
-        self.step_s.observe(step.step_time_s)
+        """Count one engine step.
+
+        What is asked for once in seconds is not told to the registry with every step.
+        """
+        self._step_s.observe(step.step_time_s)
+        self._last = step
+        self._batch_tokens += step.batch_tokens
+        self._looked_up_tokens += step.prefix_looked_up_tokens
+        self._hit_tokens += step.prefix_hit_tokens
+        self._preemptions += step.preemptions
+
+    def gave(self, tokens: int) -> None:
+        """Count output tokens."""
+        self._tokens += tokens
+
+    def ended(self, finish: FinishReason) -> None:
+        """Count a request that ended."""
+        self._finished[finish] += 1
+
+    def show_steps(self) -> None:
+        """Tell the registry of the steps, tokens and ends that it has not been told of."""
+        self.tokens.inc(self._tokens)
+        self._tokens = 0
+        for finish, count in self._finished.items():
+            self.finished.labels(finish=finish.value).inc(count)
+        self._finished.clear()
+        step, self._last = self._last, None
+        if step is None:
+            return
         self.queued.set(step.waiting)
         self.kv_used.set(step.kv_used_tokens)
         self.kv_free.set(step.kv_free_tokens)
         self.kv_cached.set(step.kv_cached_tokens)
-        self.batch_tokens.inc(step.batch_tokens)
-        self.prefix_looked_up.inc(step.prefix_looked_up_tokens)
-        self.prefix_hits.inc(step.prefix_hit_tokens)
-        self.preemptions.inc(step.preemptions)
+        self.batch_tokens.inc(self._batch_tokens)
+        self.prefix_looked_up.inc(self._looked_up_tokens)
+        self.prefix_hits.inc(self._hit_tokens)
+        self.preemptions.inc(self._preemptions)
+        self._batch_tokens = self._looked_up_tokens = self._hit_tokens = self._preemptions = 0
 
     def device_health(self, state: HealthState) -> None:
         """The state that a device is in; it has no series before it is watched."""
@@ -143,7 +211,47 @@ class WorkerMetrics:
 
     def engine_died(self, *, hung: bool) -> None:
         """Count an engine's death; nothing is held any more."""
+        self.show_steps()
         self.engine_deaths.inc()
         self.engine_hangs.inc(hung)
         for gauge in (self.queued, self.kv_used, self.kv_free, self.kv_cached):
             gauge.set(0)
+
+
+class _StepSeconds(Collector):
+    """A histogram of one series without locks: the loop alone counts, with each step."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(STEP_BUCKETS_S) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one step."""
+        self._counts[bisect_left(STEP_BUCKETS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        """As Prometheus wants it: each bucket has those below it, too."""
+        bounds = (*map(str, STEP_BUCKETS_S), "+Inf")
+        yield HistogramMetricFamily(
+            "pilotlight_worker_step_seconds",
+            "How long an engine step takes.",
+            buckets=list(zip(bounds, itertools.accumulate(self._counts), strict=True)),
+            sum_value=self._sum_s,
+        )
+
+
+class _BeforeOthers(Collector):
+    """Is asked first, since it is registered first, and has no series of its own."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """None: so nothing is collected when it is registered."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """None, after the others have been brought up to date."""
+        self._metrics.show_steps()
+        return ()

@@ -1,7 +1,9 @@
-"""Token batches to gateways: one message for each engine step and gateway, at most every 5 ms.
+"""Token batches to gateways: at the end of each engine step one message for each gateway.
 
-The rate grows with workers, not with requests. A batch may be lost: what it held is in the request
-table until it is acknowledged.
+There is no timer where the system keeps up: tokens leave as soon as they are there, and what
+collects while a message is on its way to the bus leaves with the next one. Steps that take less
+than ``SHORTEST_S`` share messages, too. The rate grows with workers, not with requests. A message
+may be lost: what it held is in the request table until it is acknowledged.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import asyncio
 import structlog
 
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.tokens import TokenBatch, TokenEntry, tokens_subject
 from pilotlight.common.service import Background
@@ -16,76 +19,103 @@ from pilotlight.common.waiting import pause, within
 from pilotlight.policy.ids import GatewayId, WorkerId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
-from pilotlight.worker.requests import Outgoing
+from pilotlight.worker.requests import RequestTable, Unsent
 
 log = structlog.get_logger()
 
-INTERVAL_S = 0.005
+SHORTEST_S = 0.001
+"""Between two sends: no client has use for pieces that come faster, and each costs its gateway as
+much as a piece with many tokens. Steps of models on a GPU take longer."""
 PUBLISH_DEADLINE_S = 2.0
-MAX_PENDING_TOKENS = 65_536
-"""Of one gateway; past it the batch is dropped, and its gateway asks for it again."""
+MAX_BATCH_TOKENS = 65_536
+"""Of one message; a request that has more goes alone."""
 
 
 class TokenPublisher:
-    """Gathers what a step produced and sends it on. The first tokens after a silence leave at
-    once.
+    """Remembers from which position on each request is to be sent, and sends what the table has
+    of it by then: nothing is copied, or put together, before it leaves.
     """
 
-    def __init__(self, bus: Bus, background: Background, worker_id: WorkerId) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        background: Background,
+        worker_id: WorkerId,
+        table: RequestTable,
+    ) -> None:
+        """Sends from now on.
+
+        Args:
+            bus: carries the messages.
+            clock: for the time between two sends.
+            background: owns the task that sends.
+            worker_id: stands in every message.
+            table: has the tokens.
+        """
         self._bus = bus
+        self._clock = clock
         self._worker_id = worker_id
-        self._pending: dict[GatewayId, dict[RequestKey, TokenEntry]] = {}
-        self._tokens: dict[GatewayId, int] = {}
+        self._table = table
+        self._unsent: dict[GatewayId, dict[RequestKey, int]] = {}
         self._sampled: dict[GatewayId, Moment] = {}
         self._wake = asyncio.Event()
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
-    def add(self, outgoing: Outgoing, sampled: Moment | None = None) -> None:
+    def add(self, unsent: Unsent, sampled: Moment | None = None) -> None:
         """Queue tokens, ``sampled`` then; they leave with the next ``flush``."""
-        gateway_id, entry = outgoing
-        if sampled is not None and entry.seq == 0:
+        gateway_id, key, position = unsent
+        if sampled is not None and position == 0:
             # A cold start ends with the first token of a request: the other batches need no header.
             self._sampled.setdefault(gateway_id, sampled)
-        waiting = self._pending.setdefault(gateway_id, {})
-        key = RequestKey(entry.request_id, entry.attempt)
-        before = waiting.get(key)
-        waiting[key] = entry if before is None else _joined(before, entry)
-        self._tokens[gateway_id] = self._tokens.get(gateway_id, 0) + len(entry.token_ids)
-        if self._tokens[gateway_id] > MAX_PENDING_TOKENS:
-            log.warning(
-                "token batch dropped: it waited too long",
-                action="tokens_dropped",
-                gateway_id=gateway_id,
-            )
-            self._take(gateway_id)
+        waiting = self._unsent.get(gateway_id)
+        if waiting is None:
+            self._unsent[gateway_id] = {key: position}
+        elif key not in waiting:
+            waiting[key] = position
 
     def flush(self) -> None:
         """A step is over: send what it produced."""
-        if self._pending:
+        if self._unsent:
             self._wake.set()
 
     async def drain(self) -> None:
         """Send everything that waits, now."""
-        for gateway_id in list(self._pending):
-            await self._send(gateway_id, self._sampled.get(gateway_id), self._take(gateway_id))
+        while self._unsent:
+            gateway_id, waiting = self._unsent.popitem()
+            sampled = self._sampled.pop(gateway_id, None)
+            for batch in self._batches(waiting):
+                await self._send(gateway_id, sampled, batch)
 
     async def _send_for_ever(self) -> None:
+        last_s = -SHORTEST_S
         while True:
             await self._wake.wait()
+            early_s = last_s + SHORTEST_S - self._clock.monotonic_s()
+            if early_s > 0:
+                await pause(early_s)
             self._wake.clear()
+            last_s = self._clock.monotonic_s()
             await self.drain()
-            await pause(INTERVAL_S)
 
-    def _take(self, gateway_id: GatewayId) -> list[TokenEntry]:
-        self._tokens.pop(gateway_id, None)
-        self._sampled.pop(gateway_id, None)
-        return list(self._pending.pop(gateway_id, {}).values())
+    def _batches(self, waiting: dict[RequestKey, int]) -> list[list[TokenEntry]]:
+        """One message's entries, or several's where there are too many tokens for one."""
+        batches: list[list[TokenEntry]] = []
+        room = 0
+        for key, position in waiting.items():
+            entry = self._table.entry(key, position)
+            if entry is None:
+                continue
+            room -= len(entry.token_ids)
+            if room < 0 or not batches:
+                batches.append([])
+                room = MAX_BATCH_TOKENS - len(entry.token_ids)
+            batches[-1].append(entry)
+        return batches
 
     async def _send(
         self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]
     ) -> None:
-        if not entries:
-            return
         batch = TokenBatch(worker_id=self._worker_id, entries=entries)
         try:
             publishing = self._bus.publish(
@@ -96,22 +126,3 @@ class TokenPublisher:
             log.warning(
                 "token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message
             )
-
-
-def _joined(before: TokenEntry, after: TokenEntry) -> TokenEntry:
-    """Two entries of one request, the second of which goes on where the first ends."""
-    both_known = before.logprobs is not None and after.logprobs is not None
-    both_top = before.top_logprobs is not None and after.top_logprobs is not None
-    return TokenEntry(
-        request_id=after.request_id,
-        attempt=after.attempt,
-        seq=before.seq,
-        token_ids=before.token_ids + after.token_ids,
-        logprobs=[*(before.logprobs or []), *(after.logprobs or [])] if both_known else None,
-        finish=after.finish,
-        code=after.code,
-        message=after.message,
-        top_logprobs=[*(before.top_logprobs or []), *(after.top_logprobs or [])]
-        if both_top
-        else None,
-    )

@@ -9,7 +9,7 @@ until it is acknowledged and can be sent again. Positions of one request::
      attempts                  may be sent again
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,11 +33,14 @@ one, does not run."""
 RETRY_AFTER_S = 1.0
 
 
-class Outgoing(NamedTuple):
-    """Tokens and the gateway that waits for them."""
+class Unsent(NamedTuple):
+    """Tokens of a request, from a position on, and the gateway that waits for them. The tokens
+    themselves stay in the table: what comes until they are sent goes with them.
+    """
 
     gateway_id: GatewayId
-    entry: TokenEntry
+    key: RequestKey
+    position: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class _Kept:
     instance_id: InstanceId
     kept: int
     """Position of the first token in ``token_ids``."""
+    held_tokens: int
+    """Prompt and output that it came with."""
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float | None] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -85,11 +90,17 @@ class RequestTable:
         self._max_running = max_running
         self._kept: dict[RequestKey, _Kept] = {}
         self._in_flight: dict[InstanceId, int] = {}
+        self._held_tokens: Counter[InstanceId] = Counter()
         self._ended_s: dict[InstanceId, float] = {}
         self._forgotten: OrderedDict[RequestKey, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may be in flight at once."""
+        return self._max_running
 
     @property
     def running(self) -> int:
@@ -99,6 +110,10 @@ class RequestTable:
     def in_flight(self, instance_id: InstanceId) -> int:
         """Requests of one instance that the engine has not ended."""
         return self._in_flight.get(instance_id, 0)
+
+    def held_tokens(self, instance_id: InstanceId) -> int:
+        """Tokens with which the requests in flight on one instance came."""
+        return self._held_tokens[instance_id]
 
     def ended_s(self, instance_id: InstanceId) -> float | None:
         """When the instance's last request ended; None when it had none."""
@@ -138,18 +153,20 @@ class RequestTable:
                 f"{self.running} requests run here, of {self._max_running} at most",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._kept[key] = _Kept(
+        kept = self._kept[key] = _Kept(
             key=key,
             gateway_id=submit.gateway_id,
             instance_id=submit.instance_id,
             kept=len(submit.output_ids),
+            held_tokens=len(submit.prompt_ids) + len(submit.output_ids),
             logprobs=[] if submit.sampling.logprobs else None,
             top_logprobs=[] if submit.sampling.logprobs and submit.sampling.top_logprobs else None,
         )
         self._in_flight[submit.instance_id] = self.in_flight(submit.instance_id) + 1
+        self._held_tokens[submit.instance_id] += kept.held_tokens
         return self._drop(others)
 
-    def produced(self, produced: Produced, now_s: float) -> Outgoing | None:
+    def produced(self, produced: Produced, now_s: float) -> Unsent | None:
         """Keep what a step gave a request; None when no client waits for it.
 
         Raises:
@@ -163,12 +180,12 @@ class RequestTable:
                 self._end(kept, now_s)
                 self._forget(kept)
             return None
-        if produced.position != kept.next:
+        start = kept.kept + len(kept.token_ids)
+        if produced.position != start:
             raise InternalError(
-                f"the engine gave {kept.key.request_id} position {produced.position}, not {kept.next}"
+                f"the engine gave {kept.key.request_id} position {produced.position}, not {start}"
             )
-        start = kept.next
-        kept.token_ids.extend(produced.token_ids)
+        kept.token_ids += produced.token_ids
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
@@ -180,7 +197,17 @@ class RequestTable:
             self._end(kept, now_s)
         if kept.waits_since_s is None or produced.finish is not None:
             kept.waits_since_s = now_s
-        return Outgoing(kept.gateway_id, kept.entry_from(start))
+        return Unsent(kept.gateway_id, kept.key, start)
+
+    def entry(self, key: RequestKey, position: int) -> TokenEntry | None:
+        """What is kept of a request from a position on; None when no client waits for it any more,
+        or all of it has arrived.
+        """
+        kept = self._kept.get(key)
+        if kept is None or kept.cancelled:
+            return None
+        entry = kept.entry_from(position)
+        return entry if entry.token_ids or entry.finish is not None else None
 
     def acknowledge(
         self, gateway_id: GatewayId, entry: AckEntry, now_s: float
@@ -264,7 +291,7 @@ class RequestTable:
 
     def fail(
         self, code: str, message: str, now_s: float, instance_id: InstanceId | None = None
-    ) -> tuple[Outgoing, ...]:
+    ) -> tuple[Unsent, ...]:
         """End running requests, because the engine cannot go on with them.
 
         Args:
@@ -273,7 +300,7 @@ class RequestTable:
             now_s: The moment, monotonic.
             instance_id: Whose requests; None: all.
         """
-        failed: list[Outgoing] = []
+        failed: list[Unsent] = []
         for kept in list(self._kept.values()):
             if kept.finish is not None or (
                 instance_id is not None and kept.instance_id != instance_id
@@ -287,9 +314,9 @@ class RequestTable:
                 code=code,
                 message=message,
             )
-            outgoing = self.produced(produced, now_s)
-            if outgoing is not None:
-                failed.append(outgoing)
+            unsent = self.produced(produced, now_s)
+            if unsent is not None:
+                failed.append(unsent)
         return tuple(failed)
 
     def instance_gone(self, instance_id: InstanceId) -> None:
@@ -316,11 +343,13 @@ class RequestTable:
         self._left(kept)
 
     def _left(self, kept: _Kept) -> None:
+        self._held_tokens[kept.instance_id] -= kept.held_tokens
         left = self.in_flight(kept.instance_id) - 1
         if left > 0:
             self._in_flight[kept.instance_id] = left
         else:
             self._in_flight.pop(kept.instance_id, None)
+            self._held_tokens.pop(kept.instance_id, None)
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.key]

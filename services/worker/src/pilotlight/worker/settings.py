@@ -32,7 +32,7 @@ class WorkerSettings(ServiceSettings):
         None,
         ge=1,
         le=1 << 20,
-        description="Tokens of prompts and outputs that the engine runs at once, at most. By default 512 on CPU cores, 8,192 on a GPU.",
+        description="Tokens of prompts and outputs that the engine runs at once, at most. By default 512 on CPU cores, 10,240 on a GPU.",
     )
     workers: int = Field(
         1,

@@ -22,9 +22,11 @@ from pilotlight.common.messages.pipelines import PipelineLeft, StageGrown
 from pilotlight.common.newest import Newest
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Epoch, InstanceId
+from pilotlight.policy.lending import LendingRules
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held, placed_at
 from pilotlight.worker.held_table import HeldTable
+from pilotlight.worker.lending import Lending
 from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, plan
 from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.unloads import Unloads
@@ -48,12 +50,25 @@ class Stages:
         core: WorkerCore,
         loader: StageLoader,
         settled: Callable[[InstanceId, PilotlightError | None], None],
+        *,
+        quiet: bool = True,
+        rules: LendingRules | None = None,
     ) -> None:
+        """Holds nothing yet.
+
+        Args:
+            core: the worker's.
+            loader: carries loads out.
+            settled: see the class.
+            quiet: see ``Lending``.
+            rules: of loans; None: the defaults.
+        """
         self._core = core
         self._loader = loader
         self._settled = settled
         self.held = HeldTable(core)
         """To be read by others, and changed here alone."""
+        self.lending = Lending(core, self.held, quiet=quiet, rules=rules or LendingRules())
         self._unloads = Unloads(core)
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
@@ -65,12 +80,12 @@ class Stages:
         """The highest epoch that a command carried."""
         return self._epoch
 
-    def unproven(self, instance_id: InstanceId) -> bool:
-        """Every part is in its place, and it has not been found yet that all of them were whole
-        when they were copied.
+    @property
+    def unproven(self) -> tuple[InstanceId, ...]:
+        """Instances of which every part is in its place, and it has not been found yet that all of
+        them were whole when they were copied.
         """
-        held = self.held.get(instance_id)
-        return held is not None and held.unproven
+        return tuple([held.hold.instance_id for held in self.held if held.unproven])
 
     def command(self, command: WorkerHold, asked_s: float) -> None:
         """Take the complete desired set, which was asked for at ``asked_s``.
@@ -153,8 +168,10 @@ class Stages:
         """The engine takes requests for a stage."""
         held = self.held.get(event.instance_id)
         if held is not None and held.state in (HeldState.LOADING, HeldState.READY):
-            held.kv_capacity_tokens, held.open = event.kv_capacity_tokens, True
+            held.has_kv(event.kv_capacity_tokens)
+            held.open = True
             self._core.changed.set()
+            self.lending.wake()
 
     def on_loaded(self, event: StageLoaded) -> None:
         """The engine has every part in place."""
@@ -217,6 +234,7 @@ class Stages:
                 held.hear_grown(error)
                 self._fail(held, error)
         self._unloads.on_engine_died(instances)
+        self.lending.on_engine_died(instances)
         self._core.changed.set()
 
     def on_requests_ended(self) -> None:
@@ -247,7 +265,7 @@ class Stages:
         next command asks again.
         """
         try:
-            result = await self._loader.grow(hold, held.hold.stage, grown)
+            result = await self._loader.grow(hold, held.hold.stage, grown, self.lending.made_room)
         except PilotlightError as error:
             await self._not_grown(held, error, broken=held.unproven)
             return
@@ -257,7 +275,8 @@ class Stages:
                 grown.exception()
             self._core.changed.set()
         if held.state is HeldState.READY:
-            held.hold, held.kv_capacity_tokens, held.reason = hold, result.kv_capacity_tokens, ""
+            held.hold, held.reason = hold, ""
+            held.has_kv(result.kv_capacity_tokens)
             self.held.move(held, HeldEvent.GROW)
             self._settled(hold.instance_id, None)
             self._core.phases.add(hold.instance_id, *result.phases)
@@ -296,7 +315,7 @@ class Stages:
 
     async def _load(self, held: Held, asked_s: float, loaded: asyncio.Future[StageLoaded]) -> None:
         try:
-            result = await self._loader.load(held.hold, asked_s, loaded)
+            result = await self._loader.load(held.hold, asked_s, loaded, self.lending.made_room)
             if held.lost:
                 raise EngineFailed("the engine ended as soon as the stage was loaded")
         except PilotlightError as error:
@@ -307,7 +326,7 @@ class Stages:
             held.loading = held.loaded = None
             if not loaded.cancel():
                 loaded.exception()
-        held.kv_capacity_tokens = result.kv_capacity_tokens
+        held.has_kv(result.kv_capacity_tokens)
         held.placed = placed_at(result)
         self.held.move(held, HeldEvent.LOADED)
         self._settled(held.hold.instance_id, None)

@@ -9,7 +9,13 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
-from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
+from pilotlight.common.messages.room import (
+    GivenUp,
+    GiveUp,
+    Lend,
+    give_up_subject,
+    lend_subject,
+)
 from pilotlight.common.messages.tokens import (
     Ack,
     AckEntry,
@@ -35,6 +41,7 @@ from pilotlight.policy.ids import (
     RequestId,
     WorkerId,
 )
+from pilotlight.policy.lending import Loan
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, Phase, PhaseName
 from pilotlight.policy.request import Sampling
@@ -205,6 +212,25 @@ class Rig:
         return (
             await self.bus.request(give_up_subject(WORKER), ask, GivenUp, deadline_s=DEADLINE_S)
         ).instance_ids
+
+    async def lend(self, **loans: int) -> None:
+        """Lend KV, as the cache does; what is not named has no loan. ``inst_1`` is ``inst-1``."""
+        given = tuple(
+            Loan(instance_id=InstanceId(name.replace("_", "-")), num_bytes=num_bytes)
+            for name, num_bytes in loans.items()
+        )
+        await self.bus.publish(lend_subject(WORKER), Lend(worker_id=WORKER, loans=given))
+
+    async def loan(
+        self, holds: Callable[[HeldStage], bool], instance_id: str = INSTANCE
+    ) -> HeldStage:
+        """Wait until a stage's loan is reported so."""
+
+        def reached() -> HeldStage | None:
+            held = self.held(instance_id)
+            return held if held is not None and holds(held) else None
+
+        return await self.until(reached)
 
     async def cancel(self, request_id: str = "req-1") -> None:
         """End a request, as the gateway does."""

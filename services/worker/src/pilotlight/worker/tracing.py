@@ -2,49 +2,49 @@
 came with.
 """
 
-import asyncio
+from collections import OrderedDict
 
-from pilotlight.common.service import Background
-from pilotlight.common.telemetry import span, with_parent
-from pilotlight.common.waiting import woken
+from opentelemetry.trace import Span
+
+from pilotlight.common.telemetry import begin_span
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.request import RequestKey
 
-LONGEST_S = 600.0
-"""A prefill that takes longer has its span ended without it."""
+MAX_OPEN = 4096
+"""Requests of sampled traces that wait for their first token; the oldest span ends without it when
+there are more."""
 
 
 class PrefillSpans:
     """Open spans by request."""
 
-    def __init__(self, background: Background) -> None:
-        self._background = background
-        self._open: dict[RequestKey, asyncio.Event] = {}
+    def __init__(self) -> None:
+        self._open: OrderedDict[RequestKey, Span] = OrderedDict()
+
+    @property
+    def any(self) -> bool:
+        """A span is open."""
+        return bool(self._open)
 
     def begin(self, key: RequestKey, instance_id: InstanceId, trace_parent: str) -> None:
-        """The request is accepted. One without a trace has no span."""
-        if trace_parent and key not in self._open:
-            self._open[key] = ended = asyncio.Event()
-            self._background.spawn(
-                f"prefill span of {key.request_id}",
-                self._span(key, instance_id, trace_parent, ended),
-            )
+        """The request is accepted. One whose trace is not sampled has no span."""
+        if key in self._open:
+            return
+        begun = begin_span(
+            "prefill",
+            trace_parent,
+            instance_id=instance_id,
+            request_id=key.request_id,
+            attempt=key.attempt,
+        )
+        if begun is None:
+            return
+        self._open[key] = begun
+        while len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)[1].end()
 
     def end(self, key: RequestKey) -> None:
         """It has its first token, or ended without one. Saying it again changes nothing."""
-        ended = self._open.pop(key, None)
-        if ended is not None:
-            ended.set()
-
-    async def _span(
-        self, key: RequestKey, instance_id: InstanceId, trace_parent: str, ended: asyncio.Event
-    ) -> None:
-        # A task of its own: a span has to begin and end in one context.
-        with (
-            with_parent(trace_parent),
-            span(
-                "prefill", instance_id=instance_id, request_id=key.request_id, attempt=key.attempt
-            ),
-        ):
-            await woken(ended, LONGEST_S)
-        self._open.pop(key, None)
+        begun = self._open.pop(key, None)
+        if begun is not None:
+            begun.end()

@@ -45,6 +45,7 @@ from pilotlight.policy.cluster import (
     together,
 )
 from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
 from pilotlight.worker.core import WorkerCore
@@ -81,16 +82,23 @@ class Worker:
         incarnation: str,
         watch: DeviceWatch | None = None,
         groups: Groups | None = None,
+        lending: LendingRules | None = None,
     ) -> None:
         self.core = core
         self._groups = groups or Groups(core, "", None)
         self._watch = watch
-        self.stages = Stages(core, loader, self._on_settled)
+        self.stages = Stages(
+            core,
+            loader,
+            self._on_settled,
+            quiet=kind is not DeviceKind.CPU,
+            rules=lending,
+        )
         self._kind = kind
-        self._spans = PrefillSpans(core.background)
+        self._spans = PrefillSpans()
         self._handlers = Handlers(core, self.stages, self._spans)
         self._delivery = TokenDelivery(core, self._spans)
-        self._reporter = Reporter(core, bucket, incarnation, self.facts, lambda: self.stages.epoch)
+        self.reporter = Reporter(core, bucket, incarnation, self.facts, lambda: self.stages.epoch)
         self._up: EngineUp | None = None
         self._step: StepDone | None = None
         """The engine's last."""
@@ -114,8 +122,9 @@ class Worker:
         await self._starts.first(self._on_health)
         core.engine.follow(self._on_event)
         core.background.spawn(f"upkeep of {core.worker_id}", self._keep_up())
+        self.stages.lending.start()
         await self._handlers.start()
-        self._reporter.start()
+        self.reporter.start()
 
     async def stop(self) -> None:
         """Refuse new requests, tell the gateways of the others, end the engine."""
@@ -152,18 +161,31 @@ class Worker:
             devices=devices,
             liveness=Liveness.ALIVE,
             held=tuple(
-                replace(one, port=self._groups.port)
+                replace(
+                    one,
+                    port=self._groups.port,
+                    loan=self.stages.lending.fact(one.instance_id),
+                )
                 for one in self.stages.held.facts(core.clock.monotonic_s())
             ),
             queue_requests=waiting,
             running_requests=core.table.running - waiting,
-            kv_free_tokens=last.kv_free_tokens
-            if last is not None and last.running
-            else self.stages.held.kv_capacity_tokens,
+            kv_free_tokens=self._kv_free_tokens,
             step_time_s=last.step_time_s if last is not None else 0.0,
             engine_up=core.engine.alive and self._starts.usable,
             health=self._health,
         )
+
+    @property
+    def _kv_free_tokens(self) -> int:
+        """Room for tokens that no request has, with what stages may still be lent."""
+        last, stages = self._step, self.stages
+        free_tokens = (
+            last.kv_free_tokens
+            if last is not None and last.running
+            else stages.held.kv_capacity_tokens
+        )
+        return free_tokens + stages.lending.more_tokens
 
     def _devices(self, up: EngineUp | None) -> tuple[Device, ...]:
         """Those that the engine computes on: it has one."""
@@ -174,6 +196,7 @@ class Worker:
             memory_bytes=self.core.device_bytes,
             load_bytes_per_s=up.load_bytes_per_s if up else 0.0,
             granule_bytes=up.granule_bytes if up else 1,
+            memory_bytes_per_s=up.memory_bytes_per_s if up else 0.0,
         )
         return (only,)
 
@@ -255,7 +278,10 @@ class Worker:
                 self.stages.on_growth(event)
             case StageRefused():
                 self.stages.on_growth(event)
+                self.stages.lending.on_refused(event)
                 self._groups.on_refused(event)
+            case StageResized():
+                self.stages.lending.on_resized(event)
             case PipelineLeft():
                 self._groups.on_left(event)
                 self.stages.on_pipeline_left(event)
@@ -265,6 +291,7 @@ class Worker:
                 self.stages.on_unloaded(event.instance_id)
             case Prefilled():
                 self.core.phases.add(event.instance_id, *event.earlier, event.phase)
+                self.stages.lending.on_prefilled(event.instance_id)
             case EngineDied():
                 self._on_death(event)
             case (
@@ -272,7 +299,6 @@ class Worker:
                 | SpareReady()
                 | EngineFault()
                 | StageConnected()
-                | StageResized()
                 | KvExported()
                 | RequestReleased()
             ):
@@ -281,6 +307,8 @@ class Worker:
     def _on_step(self, step: StepDone, sampled: Moment | None) -> None:
         self._step = step
         self.core.metrics.stepped(step)
+        if step.waiting and self.stages.lending.more_tokens:
+            self.stages.lending.press()
         if self._delivery.take(step.produced, sampled, self.stages.unproven):
             self.stages.on_requests_ended()
 

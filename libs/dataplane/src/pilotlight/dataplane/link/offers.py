@@ -11,9 +11,10 @@ from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest_of, unit_dige
 from pilotlight.common.clock import Clock
 from pilotlight.common.messages.link import Ask
 from pilotlight.common.waiting import Signal
+from pilotlight.dataplane.chunk_fill import VerifiedPrefix
 from pilotlight.dataplane.copies import HostCopies
 from pilotlight.dataplane.held import HeldChunk
-from pilotlight.dataplane.origin import NotHere, VerifiedPrefix
+from pilotlight.dataplane.origin import NotHere
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.ids import Digest
 

@@ -21,9 +21,9 @@ import structlog
 
 from pilotlight.checkpoint.digests import UNIT_BYTES
 from pilotlight.common.messages.link import Placed, Region
+from pilotlight.dataplane.chunk_fill import ChunkWork, WrongBytes
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
 from pilotlight.dataplane.link.nixl_reads import UnitRead
-from pilotlight.dataplane.origin import ChunkWork, WrongBytes
 from pilotlight.policy.ids import NodeId
 
 log = structlog.get_logger()

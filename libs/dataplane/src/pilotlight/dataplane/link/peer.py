@@ -28,6 +28,7 @@ from pilotlight.common.messages.link import (
     Units,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
+from pilotlight.dataplane.chunk_fill import ChunkWork, WrongBytes
 from pilotlight.dataplane.link.connecting import CONNECT_S, connected
 from pilotlight.dataplane.link.nixl_process import NixlFailed, ReadsMemory
 from pilotlight.dataplane.link.one_sided import OneSidedReads
@@ -37,7 +38,7 @@ from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.stream import FrameStream
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.link.wire import FrameKind, Head
-from pilotlight.dataplane.origin import ChunkWork, NotHere, RecordedNow, WrongBytes
+from pilotlight.dataplane.origin import NotHere, RecordedNow
 from pilotlight.policy.cluster import FetchPriority
 
 log = structlog.get_logger()

@@ -20,12 +20,13 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.handshake import Identity
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.messages.link import Ask
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.link.nixl_process import ReadsMemory
 from pilotlight.dataplane.link.peer import PeerLink
 from pilotlight.dataplane.link.sender import LinkObserver
 from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.thread import LinkThread
-from pilotlight.dataplane.origin import ChunkWork, Origin
+from pilotlight.dataplane.origin import Origin
 from pilotlight.policy.cluster import FetchPriority, OriginKind
 from pilotlight.policy.ids import Digest, NodeId
 from pilotlight.policy.model import Model

@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass, field
 
 from pilotlight.common.messages.link import Ask
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.chunk_fill import ChunkWork
 
 
 @dataclass(slots=True, eq=False)

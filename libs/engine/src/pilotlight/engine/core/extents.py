@@ -1,7 +1,7 @@
 """Half-open byte ranges, and a set of them: what of an arena is backed by memory."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pilotlight.engine.errors import EngineFailed
@@ -28,13 +28,25 @@ class ExtentSet:
                  [ held )         [ held )[ held   )        [0, 4) [9, 20)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, extents: Iterable[Extent] = ()) -> None:
+        """Holds these from the beginning.
+
+        Raises:
+            EngineFailed: two share a byte.
+        """
         self._extents: list[Extent] = []
         """By position; no two touch."""
         self.num_bytes = 0
+        for extent in extents:
+            self.add(extent)
 
     def __iter__(self) -> Iterator[Extent]:
         return iter(tuple(self._extents))
+
+    def within(self, start: int, stop: int) -> list[Extent]:
+        """What of [start, stop) is held, in order."""
+        cut = (Extent(max(start, held.start), min(stop, held.stop)) for held in self._extents)
+        return [extent for extent in cut if extent.start < extent.stop]
 
     def add(self, extent: Extent) -> None:
         """Adds bytes of which none is in the set yet.

@@ -12,6 +12,7 @@ its own with memory: a range that grows backs more, and nothing moves.
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.extents import Extent
@@ -37,6 +38,7 @@ class SlotLayout:
         slot_bytes: int,
         joined: Collection[str] = (),
         *,
+        other_bytes: Mapping[str, int] = MappingProxyType({}),
         granule_bytes: int = GRANULE_BYTES,
         pool_bytes: int = 0,
         steps_bytes: int = 0,
@@ -47,9 +49,10 @@ class SlotLayout:
             parts: every part's tensors, in execution order.
             num_layers: decoder layers.
             kv_row_bytes: one token's keys in one layer; its values take as much.
-            item_bytes: one element of a tensor.
+            item_bytes: one element of a tensor, ...
             slot_bytes: length of the slot.
             joined: names of tensors that begin where the one before them ends.
+            other_bytes: ... and of those where it is another, by their names.
             granule_bytes: what memory is backed in.
             pool_bytes: length of the graph pool, the slot's last addresses.
             steps_bytes: length of what captured steps read and write, before the graph pool.
@@ -70,7 +73,7 @@ class SlotLayout:
                 if name not in joined:
                     offset = _up(offset, TENSOR_ALIGN_BYTES)
                 places[name] = offset
-                offset += prod(shape) * item_bytes
+                offset += prod(shape) * other_bytes.get(name, item_bytes)
             offset = _up(offset, granule_bytes)
             self._tensors.append(places)
             self._parts.append(Extent(start, offset))

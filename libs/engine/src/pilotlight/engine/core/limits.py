@@ -13,6 +13,10 @@ class BatchLimits:
     running: int = 256
     """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
     in every step."""
+    gather_s: float = 0.0
+    """How long new requests wait for each other, to share their first step (``gathering``)."""
+    gather_running: int = 16
+    """They do so while more than these run."""
     prefix_cache: bool = True
     """Requests share the blocks of equal prefixes, also with those that have ended."""
 

@@ -1,5 +1,6 @@
 """One request on one stage: its tokens, and how far its KV has come."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -49,6 +50,7 @@ class Request:
         "key",
         "max_context_tokens",
         "prompt_tokens",
+        "queued_s",
         "sampling",
         "state",
         "taken_s",
@@ -79,6 +81,8 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were asked for."""
         self.computed = 0
+        self.queued_s = -math.inf
+        """When it came, on the engine's clock; long ago, where that is not said."""
         self.taken_s = 0.0
         """When the stage first took it up from the queue."""
         self.takes = 0

@@ -31,6 +31,7 @@ What follows from the row:
 No clock and no randomness: the same calls give the same plans.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +39,7 @@ from itertools import islice
 from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
@@ -131,13 +133,14 @@ class BatchScheduler:
         2. Oldest first, each request that is to run gets the block that it lacks. While none is
            free, the youngest gives up its own; the youngest itself sits this step out instead.
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and
-           blocks go.
+           blocks go, unless they gather (``gathering``).
         """
         counts = self._share_tokens(at_most)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
         left = self._limits.step_tokens - sum(counts.values())
-        taken = _TakeUp({}, 0, 0) if preempted else self._take_up(now_s, left, places)  # 3
+        idle = preempted or gathers(self._limits, self.running, self._queue.values(), now_s)
+        taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
         return Plan(
@@ -302,13 +305,13 @@ class BatchScheduler:
         blocks = self._tables.blocks(request, request.computed + count)
         return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
-    def follow_on(self, plan: Plan) -> Plan | None:
+    def follow_on(self, plan: Plan, now_s: float = math.inf) -> Plan | None:
         """What runs after a plan, made before the plan's tokens are known: the next token of each
         of its requests.
 
         1. Nothing else has a claim: no request waits that could be taken up, now or when this
-           plan's requests have their tokens; every request that runs is in the plan and gets a
-           token from it.
+           plan's requests have their tokens, unless they gather; every request that runs is in
+           the plan and gets a token from it.
         2. Requests that end with that token are left out. Others may end with it, too (a stop
            token): what their rows give is dropped then.
         3. Every request has room for one token more.
@@ -320,7 +323,9 @@ class BatchScheduler:
         # elsewhere.
         segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
-        if not going or (self._queue and (len(going) < len(self._running) or not self._full)):  # 1
+        waiting = self._queue.values()
+        claimed = waiting and (len(going) < len(self._running) or not self._full)
+        if not going or (claimed and not gathers(self._limits, self.running, waiting, now_s)):  # 1
             return None
         if any(
             request not in segments or not segments[request].wants_logits

@@ -33,9 +33,9 @@ POOL_BYTES = 16 << 30
 """Addresses of a slot's graph pool."""
 STEPS_BYTES = 1 << 30
 """Addresses for what captured steps of a slot's model read and write."""
-PIECE_BYTES, WHOLE_BYTES = 64 << 20, 1 << 30
-"""Longest chunks of memory that goes by parts, and of memory that goes as it came. A chunk costs
-the same whatever its length."""
+KV_CHUNK_BYTES, WHOLE_BYTES = 512 << 20, 1 << 30
+"""Longest chunks of KV, and of other memory. To map and unmap a chunk costs nearly the same
+whatever its length."""
 POOL_CHUNK_BYTES = 32 << 20
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
@@ -54,11 +54,13 @@ _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
 class CudaArena:
     """Owns the address range of one device and knows which of its bytes are backed. See ``Arena``.
 
-    Taking memory away waits until the device has done what was asked of it before.
+    Taking memory away waits until the device has done what was asked of it before. The memory
+    stays with the arena, for what needs some next (``most_idle_bytes``).
     """
 
     pool_bytes = POOL_BYTES
     steps_bytes = STEPS_BYTES
+    kv_chunk_bytes = KV_CHUNK_BYTES
     whole_granules = True
 
     def __init__(
@@ -137,6 +139,18 @@ class CudaArena:
         return self.native_arena.physical_bytes
 
     @property
+    def idle_bytes(self) -> int:
+        """Device memory that it keeps for what needs some next; no part of ``physical_bytes``."""
+        return self.native_arena.idle_bytes
+
+    @property
+    def most_idle_bytes(self) -> int:
+        """How much of that it may keep: with what is backed, no more than the capacity, so that
+        torch and the driver have theirs.
+        """
+        return max(0, self.capacity_bytes - self.backed_bytes)
+
+    @property
     def driver_calls(self) -> DriverCalls:
         """What it has asked of the driver so far."""
         return self.native_arena.driver_calls
@@ -155,15 +169,10 @@ class CudaArena:
 
         Its graph pool is closed before.
         """
-        first, stop = number * self.slot_bytes, (number + 1) * self.slot_bytes
-        for extent in self._backed:
-            # Extents of neighbouring slots can touch, and are one then.
-            inside = Extent(max(first, extent.start), min(stop, extent.stop))
-            if inside.start < inside.stop:
-                self.unback(inside)
+        self.unback(*self._backed.within(number * self.slot_bytes, (number + 1) * self.slot_bytes))
         self._slots.give_back(number)
 
-    def back(self, extent: Extent, *, divisible: bool = False) -> None:
+    def back(self, extent: Extent) -> None:
         """See ``Arena.back``."""
         if self.backed_bytes + extent.num_bytes > self.capacity_bytes:
             raise NoRoom(
@@ -172,41 +181,51 @@ class CudaArena:
         self._backed.add(extent)
         if not extent.num_bytes:
             return
-        piece_bytes = PIECE_BYTES if divisible else WHOLE_BYTES
         try:
             try:
-                self.native_arena.back(*extent, piece_bytes)
+                self.native_arena.back(*extent, WHOLE_BYTES)
             except OutOfMemory:
                 # torch may keep for itself what is missing, from large batches or tensors that were
                 # converted on the device.
                 self.trim()
-                self.native_arena.back(*extent, piece_bytes)
+                self.native_arena.back(*extent, WHOLE_BYTES)
         except NativeError as error:
             self._backed.remove(extent)
             refused = f"the device refuses {extent.num_bytes} bytes: {error}"
             raise (NoRoom if isinstance(error, OutOfMemory) else EngineFailed)(refused) from error
+        finally:
+            self.native_arena.keep(self.most_idle_bytes)
 
-    def unback(self, extent: Extent) -> None:
+    def unback(self, *extents: Extent) -> None:
         """See ``Arena.unback``."""
-        before = tuple(self._backed)
-        self._backed.remove(extent)
-        if not extent.num_bytes:
-            return
+        before, held = tuple(self._backed), [extent for extent in extents if extent.num_bytes]
         try:
-            self.native_arena.unback(*extent)
+            for extent in held:
+                self._backed.remove(extent)
+        except EngineFailed:
+            self._backed = ExtentSet(before)
+            raise
+        if not held:
+            return
+        self.native_arena.keep(self.most_idle_bytes)
+        try:
+            self.native_arena.unback(*sorted(held))
         except NativeError as error:
-            self._backed = ExtentSet()
-            for held in before:
-                for start, stop in self.native_arena.backed(*held):
-                    self._backed.add(Extent(start, stop))
+            self._backed = ExtentSet(
+                Extent(start, stop)
+                for extent in before
+                for start, stop in self.native_arena.backed(*extent)
+            )
+            num_bytes = sum(extent.num_bytes for extent in held)
             raise EngineFailed(
-                f"the device does not take {extent.num_bytes} bytes back: {error}"
+                f"the device does not take {num_bytes} bytes back: {error}"
             ) from error
 
     def trim(self) -> None:
         """See ``Arena.trim``."""
         self.workspace.trim()
         torch.cuda.empty_cache()
+        self.native_arena.settle(0)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""

@@ -24,13 +24,14 @@ from pilotlight.engine.cuda.kernels.decode_attention import (
     RawHeads,
     decode_attention,
 )
-from pilotlight.engine.cuda.kernels.gemv import Gemv
+from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
-from pilotlight.engine.cuda.tilings import TILINGS
+from pilotlight.engine.cuda.projections import Added, Projections, Rows, gemv_of, projections_of
+from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
-from pilotlight.engine.models.decoder import EMBEDDING, OUTPUT, QKV, Decoder
-from pilotlight.engine.models.layers import Weights
+from pilotlight.engine.models.decoder import EMBEDDING, GATE_UP, OUTPUT, QKV, Decoder
+from pilotlight.engine.models.layers import Weights, scales_of
 from pilotlight.policy.model import Stage
 
 WHOLE_STEP = 1024
@@ -51,7 +52,9 @@ class Layers:
         self._kv = kv
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        self._gemv = Gemv(spec.rms_norm_eps, TILINGS)
+        self._gemv = gemv_of(spec)
+        self._projections = projections_of(spec, TORCH_DTYPES[parameters.dtype])
+        self._width = spec.num_heads * spec.head_dim
         self.fused = decoder.plain_layers and spec.experts is None
 
     def run(
@@ -79,7 +82,11 @@ class Layers:
         assert hidden is not None
         if self.fused:
             residual, x = self._fused(
-                hidden if token_ids is not None else hidden.clone(), layers, step, scratch
+                self._projections,
+                hidden if token_ids is not None else hidden.clone(),
+                layers,
+                step,
+                scratch,
             )
             if layers.stop < self._decoder.spec.num_layers:
                 return residual if x is None else residual + x
@@ -97,15 +104,20 @@ class Layers:
         )
 
     def _fused(
-        self, residual: Tensor, layers: Stage, step: AttentionMetadata, scratch: DecodeScratch
+        self,
+        projections: Projections[Rows, Added],
+        residual: Tensor,
+        layers: Stage,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream, and what is still to be added to it."""
-        eps = self._decoder.spec.rms_norm_eps
+        spec = self._decoder.spec
         turns = self._decoder.rotation_tables(
             elementwise.rotations, step.rows.positions, residual.dtype
         )
         single = residual.shape[0] == 1 and step.plain
-        x: Tensor | None = None
+        x: Added | None = None
         for layer in range(layers.start, layers.stop):
             weights = self._parameters[layer + 1]
             raw = RawHeads(
@@ -113,25 +125,26 @@ class Layers:
                 (weights["self_attn.q_norm.weight"], weights["self_attn.k_norm.weight"])
                 if self._decoder.head_norms
                 else None,
-                eps,
+                spec.rms_norm_eps,
                 turns.sliding if layer in self._sliding_layers else turns.full,
             )
             if single:
                 residual = self._one_row(weights, residual, layer, step, scratch, raw)
                 continue
-            normed = elementwise.add_norm(residual, x, weights["input_layernorm.weight"], eps)
-            heads = self._attend_raw(
-                layer, step, scratch, torch.mm(normed, weights[f"{QKV}.weight"].t()), raw
+            normed = projections.normed(residual, x, weights["input_layernorm.weight"])
+            qkv = projections.project(weights, QKV, normed)
+            # cuDNN's attention to a whole prompt quantizes nothing.
+            room = (
+                projections.room_for_heads(qkv, self._width, spec.head_dim)
+                if step.whole is None
+                else qkv.new_empty(qkv.shape[0], self._width)
             )
-            x = torch.mm(heads, weights["self_attn.o_proj.weight"].t())
-            if (bias := weights.get("self_attn.o_proj.bias")) is not None:
-                x += bias
-            normed = elementwise.add_norm(
-                residual, x, weights["post_attention_layernorm.weight"], eps
-            )
-            opened = elementwise.silu_mul(torch.mm(normed, weights["mlp.gate_up_proj.weight"].t()))
-            x = torch.mm(opened, weights["mlp.down_proj.weight"].t())
-        return residual, x
+            heads = projections.ready(self._attend_raw(layer, step, scratch, qkv, raw, room))
+            x = projections.project_divisible(weights, "self_attn.o_proj", heads)
+            normed = projections.normed(residual, x, weights["post_attention_layernorm.weight"])
+            opened = projections.opened(projections.project(weights, GATE_UP, normed))
+            x = projections.project_divisible(weights, "mlp.down_proj", opened)
+        return residual, projections.whole(x)
 
     def _one_row(
         self,
@@ -142,19 +155,34 @@ class Layers:
         scratch: DecodeScratch,
         raw: RawHeads,
     ) -> Tensor:
-        qkv = self._gemv(weights[f"{QKV}.weight"], residual, norm=weights["input_layernorm.weight"])
-        heads = self._attend_raw(layer, step, scratch, qkv, raw)
-        bias = weights.get("self_attn.o_proj.bias")
+        qkv = self._gemv(
+            weights[f"{QKV}.weight"],
+            residual,
+            norm=weights["input_layernorm.weight"],
+            scales=scales_of(weights, QKV),
+        )
+        heads = qkv.new_empty(1, self._width)
+        self._attend_raw(layer, step, scratch, qkv, raw, heads)
         residual = self._gemv(
-            weights["self_attn.o_proj.weight"], heads, residual=residual, bias=bias
+            weights["self_attn.o_proj.weight"],
+            heads,
+            residual=residual,
+            bias=weights.get("self_attn.o_proj.bias"),
+            scales=scales_of(weights, "self_attn.o_proj"),
         )
         opened = self._gemv(
-            weights["mlp.gate_up_proj.weight"],
+            weights[f"{GATE_UP}.weight"],
             residual,
             norm=weights["post_attention_layernorm.weight"],
             gated=True,
+            scales=scales_of(weights, GATE_UP),
         )
-        return self._gemv(weights["mlp.down_proj.weight"], opened, residual=residual)
+        return self._gemv(
+            weights["mlp.down_proj.weight"],
+            opened,
+            residual=residual,
+            scales=scales_of(weights, "mlp.down_proj"),
+        )
 
     def _attend_raw(
         self,
@@ -163,13 +191,12 @@ class Layers:
         scratch: DecodeScratch,
         qkv: Tensor,
         raw: RawHeads,
-    ) -> Tensor:
+        out: Tensor | Quantized,
+    ) -> Tensor | Quantized:
         """Attention from the projection of queries, keys and values. [num_tokens, ...] ->
-        [num_tokens, heads * head_dim].
+        [num_tokens, heads * head_dim], in ``out`` but for a whole prompt alone.
         """
         spec, stored = self._decoder.spec, self._kv.stored(layer)
-        width = spec.num_heads * spec.head_dim
-        out = qkv.new_empty(qkv.shape[0], width)
         if step.plain:
             splits = step.sliding_splits if layer in self._sliding_layers else step.splits
             assert splits is not None
@@ -180,6 +207,7 @@ class Layers:
         )
         self._look(layer, step, scratch, qkv, out)
         if step.whole is not None:
+            assert isinstance(out, Tensor)
             heads = qkv.unflatten(1, (-1, spec.head_dim)).split(
                 (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
             )
@@ -209,7 +237,7 @@ class Layers:
         step: AttentionMetadata,
         scratch: DecodeScratch,
         queries: Tensor,
-        out: Tensor,
+        out: Tensor | Quantized,
     ) -> None:
         """Attends to what is stored, this step's keys and values among it; whole prompts apart."""
         sliding, stored = layer in self._sliding_layers, self._kv.stored(layer)

@@ -9,6 +9,7 @@ from torch import Tensor
 from pilotlight.engine.cuda.attention_metadata import ALIGN_WORDS
 from pilotlight.engine.cuda.kernels import sampling
 from pilotlight.engine.device.logits import SampleSpec
+from pilotlight.engine.device.logprobs import Logprobs, logprobs_of
 from pilotlight.engine.device.sampler import ROWS_AT_ONCE, NotSampled, SampledToken, sample_group
 
 _SEED_MASK = (1 << 64) - 1
@@ -17,11 +18,16 @@ _SEED_MASK = (1 << 64) - 1
 class CudaTokens:
     """Tokens of simple specs, on their way to the host."""
 
-    def __init__(self, chosen: Tensor) -> None:
-        """``chosen``: [rows] int32, on the device, as the kernels leave it."""
+    def __init__(self, chosen: Tensor, logprobs: Logprobs | None = None) -> None:
+        """Begins to copy what lies on the device.
+
+        Args:
+            chosen: [rows] int32, as the kernels leave it.
+            logprobs: of the rows that ask for them.
+        """
         self._chosen = chosen
-        self._told = torch.empty(chosen.shape, dtype=torch.int32, pin_memory=True)
-        self._told.copy_(chosen, non_blocking=True)
+        self._told = _on_its_way(chosen)
+        self._logprobs = None if logprobs is None else logprobs.moved(_on_its_way)
         self._there = torch.cuda.Event()
         self._there.record()
 
@@ -33,17 +39,18 @@ class CudaTokens:
     def wait(self) -> list[SampledToken | NotSampled]:
         """See ``PendingTokens.wait``."""
         self._there.synchronize()
-        return [
+        sampled: list[SampledToken | NotSampled] = [
             NotSampled.NOT_FINITE
             if token_id == sampling.NOT_FINITE
             else SampledToken(token_id, None)
             for token_id in self._told.tolist()
         ]
+        return sampled if self._logprobs is None else self._logprobs.added_to(sampled)
 
 
 class CudaSampler:
     """Greedy rows, and noisy ones without filters, are sampled by kernels, with one wait for the
-    device; the others follow by torch.
+    device, also for log probabilities; the others follow by torch.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -103,4 +110,10 @@ class CudaSampler:
         chosen = torch.empty(rows, dtype=torch.int32, device=self._device)
         temperatures = there[:2].view(-1).view(torch.float64)
         sampling.sample(logits, temperatures, (there[2], there[3]), there[4], self._scratch, chosen)
-        return CudaTokens(chosen)
+        return CudaTokens(chosen, logprobs_of(logits, chosen, specs))
+
+
+def _on_its_way(values: Tensor) -> Tensor:
+    """Memory of the host to which values are being copied."""
+    told = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return told.copy_(values, non_blocking=True)

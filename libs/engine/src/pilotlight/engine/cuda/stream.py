@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pilotlight.engine.device.copying import Source
+from pilotlight.engine.device.copying import Source, is_as_stored
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.native.copier import Copier, CopierCounts, Copy
 from pilotlight.native.device import Device
 from pilotlight.native.library import NativeError
+from pilotlight.policy.model import Dtype
 
 SLAB_BYTES = 1 << 30
 """Of a host pool, pinned at once."""
+SMALL_BYTES = 1 << 20
+"""A tensor up to this size is converted on the host: for the device, the copies before it would
+have to end first."""
 
 
 class Streamer:
@@ -96,13 +100,20 @@ class Streamer:
             EngineFailed: the device took no copy.
         """
         start_s, convert_s = monotonic_s(), 0.0
-        direct = [
-            (place, source) for place, source in stored if TORCH_DTYPES[source[0]] is place.dtype
-        ]
+        direct: list[tuple[Tensor, Source]] = []
+        small: list[tuple[Tensor, Source]] = []
+        large: list[tuple[Tensor, Source]] = []
+        for place, source in stored:
+            if is_as_stored(place, source):
+                direct.append((place, source))
+            else:
+                (small if place.nbytes <= SMALL_BYTES else large).append((place, source))
+        # They are read before this call ends, so nothing has to keep them.
+        direct += [(place, _converted(place, source)) for place, source in small]
+        convert_s += monotonic_s() - start_s if small else 0.0
         try:
-            for place, source in stored:
-                if TORCH_DTYPES[source[0]] is not place.dtype:
-                    convert_s += self._convert(place, source, monotonic_s)
+            for place, source in large:
+                convert_s += self._convert(place, source, monotonic_s)
             # In the order of the sources, so that small ones that lie side by side in both memories
             # go as one.
             copies = sorted(
@@ -188,6 +199,16 @@ class PinnedSlabs:
         while self._pinned:
             self._streamer.unpin(self._slabs[self._pinned.pop()])
         self._slabs.clear()
+
+
+def _converted(place: Tensor, source: Source) -> Source:
+    """A stored tensor as its place takes it, in memory of the host."""
+    dtype, shape, buffer = source
+    stored = torch.from_dlpack(np.frombuffer(buffer, dtype=np.uint8).copy())
+    made = np.empty(place.nbytes, dtype=np.uint8)
+    there = torch.from_dlpack(made).view(place.dtype).view(place.shape)
+    there.copy_(stored.view(TORCH_DTYPES[dtype]).view(shape))
+    return Dtype(str(place.dtype).removeprefix("torch.")), tuple(place.shape), made.data
 
 
 def _address(buffer: memoryview) -> int:

@@ -60,6 +60,7 @@ class CpuArena:
     granule_bytes = GRANULE_BYTES
     pool_bytes = 0
     steps_bytes = 0
+    kv_chunk_bytes = 0
     whole_granules = False
 
     def __init__(
@@ -118,15 +119,10 @@ class CpuArena:
 
         Reading its tensors afterwards ends the process.
         """
-        first, stop = number * self.slot_bytes, (number + 1) * self.slot_bytes
-        for extent in self._backed:
-            # Extents of neighbouring slots can touch, and are one then.
-            inside = Extent(max(first, extent.start), min(stop, extent.stop))
-            if inside.start < inside.stop:
-                self.unback(inside)
+        self.unback(*self._backed.within(number * self.slot_bytes, (number + 1) * self.slot_bytes))
         self._slots.give_back(number)
 
-    def back(self, extent: Extent, *, divisible: bool = False) -> None:
+    def back(self, extent: Extent) -> None:
         """Puts memory behind whole pages that have none.
 
         It is zero, and the system gives each page when it is first used.
@@ -146,22 +142,24 @@ class CpuArena:
             self._backed.remove(extent)
             raise NoRoom(f"the device refuses {extent.num_bytes} bytes: {_reason()}")
 
-    def unback(self, extent: Extent) -> None:
+    def unback(self, *extents: Extent) -> None:
         """Takes the memory behind whole pages away.
 
         Raises:
             EngineFailed: some of them have none.
         """
-        self._backed.remove(extent)
-        if not extent.num_bytes:
-            return
-        # A new mapping in place of the old: unlike madvise, it gives the promise of the memory
-        # back, too.
-        start = self._start + extent.start
-        if _libc.mmap(start, extent.num_bytes, _PROT_NONE, _UNBACKED | _MAP_FIXED, -1, 0) != start:
-            raise EngineFailed(
-                f"the system does not take {extent.num_bytes} bytes back: {_reason()}"
-            )
+        for extent in extents:
+            self._backed.remove(extent)
+            if not extent.num_bytes:
+                continue
+            # A new mapping in place of the old: unlike madvise, it gives the promise of the memory
+            # back, too.
+            start = self._start + extent.start
+            flags = _UNBACKED | _MAP_FIXED
+            if _libc.mmap(start, extent.num_bytes, _PROT_NONE, flags, -1, 0) != start:
+                raise EngineFailed(
+                    f"the system does not take {extent.num_bytes} bytes back: {_reason()}"
+                )
 
     def trim(self) -> None:
         """Nothing: torch's memory of the host is no concern of the arena."""

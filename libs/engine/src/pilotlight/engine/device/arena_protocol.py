@@ -108,6 +108,13 @@ class Arena(Protocol):
         ...
 
     @property
+    def kv_chunk_bytes(self) -> int:
+        """Longest piece of a layer's keys that is backed at once; 0 where pieces cost nothing, and
+        any part of one can be taken away.
+        """
+        ...
+
+    @property
     def capacity_bytes(self) -> int:
         """The most bytes that are backed at once."""
         ...
@@ -137,13 +144,10 @@ class Arena(Protocol):
         """
         ...
 
-    def back(self, extent: Extent, *, divisible: bool = False) -> None:
-        """Puts memory behind whole granules that have none. What it holds is anything.
+    def back(self, extent: Extent) -> None:
+        """Puts memory behind whole granules that have none, in as few pieces as the device lets.
 
-        Args:
-            extent: within one slot.
-            divisible: parts of it may be taken away later on; otherwise it goes as it came, which
-                lets a device give fewer, larger pieces. Taking a part away works all the same.
+        What it holds is anything.
 
         Raises:
             NoRoom: they go beyond the capacity, or the device has no more.
@@ -151,8 +155,10 @@ class Arena(Protocol):
         """
         ...
 
-    def unback(self, extent: Extent) -> None:
+    def unback(self, *extents: Extent) -> None:
         """Takes the memory behind whole granules away. What lies beside them stays.
+
+        Where part of what was backed at once is taken away, a device has to copy the rest.
 
         Raises:
             EngineFailed: some of them have none, or the device refuses. The books say what has
@@ -181,7 +187,7 @@ class Slot:
         self._first = number * arena.slot_bytes
         self.number = number
 
-    def back(self, extent: Extent, *, divisible: bool = False) -> None:
+    def back(self, extent: Extent) -> None:
         """See ``Arena.back``; the extent lies in the slot.
 
         Raises:
@@ -191,11 +197,11 @@ class Slot:
             raise NoRoom(
                 f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})"
             )
-        self._arena.back(self._placed(extent), divisible=divisible)
+        self._arena.back(self._placed(extent))
 
-    def unback(self, extent: Extent) -> None:
+    def unback(self, *extents: Extent) -> None:
         """See ``Arena.unback``."""
-        self._arena.unback(self._placed(extent))
+        self._arena.unback(*map(self._placed, extents))
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""

@@ -43,6 +43,14 @@ class PartCopier(Protocol):
         ...
 
 
+def is_as_stored(place: Tensor, source: Source) -> bool:
+    """Whether a place takes a tensor's bytes as they are; otherwise its values are converted, and
+    repeated where the place has more of them.
+    """
+    dtype, shape, _ = source
+    return TORCH_DTYPES[dtype] is place.dtype and tuple(shape) == tuple(place.shape)
+
+
 class HostCopier:
     """Copies within the host's memory."""
 
@@ -56,8 +64,9 @@ class HostCopier:
     ) -> tuple[float, float]:
         """See ``PartCopier.fill``; nothing is read afterwards."""
         start_s, convert_s = monotonic_s(), 0.0
-        for place, (dtype, shape, buffer) in stored:
-            if TORCH_DTYPES[dtype] is place.dtype:
+        for place, source in stored:
+            dtype, shape, buffer = source
+            if is_as_stored(place, source):
                 _copy(buffer, place)
             else:
                 # Two passes, so that the time of either is known; only one tensor is held twice at

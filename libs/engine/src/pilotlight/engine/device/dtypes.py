@@ -9,4 +9,5 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     Dtype.FLOAT16: torch.float16,
     Dtype.FLOAT32: torch.float32,
     Dtype.FLOAT64: torch.float64,
+    Dtype.FLOAT8: torch.float8_e4m3fn,
 }

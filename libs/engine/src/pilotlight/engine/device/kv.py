@@ -51,6 +51,17 @@ class KvCache:
         self._memory.resize(num_blocks)
         self._find_rows()
 
+    def grow_towards(self, even_blocks: int, target_blocks: int) -> None:
+        """Grows layer by layer: see ``KvBacking.grow_towards``.
+
+        Raises:
+            NoRoom: the device has no such memory; nothing has changed then.
+        """
+        before = self._memory.num_blocks
+        self._memory.grow_towards(even_blocks, target_blocks)
+        if self._memory.num_blocks > before:
+            self._find_rows()
+
     def extend(self, stage: Stage) -> None:
         """Has a longer range of layers, with as many blocks each.
 
@@ -75,7 +86,10 @@ class KvCache:
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Copies blocks to others, in all layers. None is both a source and a target."""
-        sources, targets = torch.tensor(list(moves.keys())), torch.tensor(list(moves.values()))
+        # On the device once, and not for each layer anew.
+        device = next(iter(self._rows.values()))[0].device
+        sources = torch.tensor(list(moves.keys()), device=device)
+        targets = torch.tensor(list(moves.values()), device=device)
         for rows in self._rows.values():
             for half in rows:
                 blocks = half.unflatten(0, (-1, BLOCK_TOKENS))

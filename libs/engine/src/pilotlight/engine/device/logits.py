@@ -50,14 +50,12 @@ class SampleSpec:
 
     @property
     def simple(self) -> bool:
-        """Nothing but temperature stands between the logits and the token, and nothing but the
-        token is asked for.
-        """
+        """Nothing but temperature stands between the logits and the token."""
         sampling = self.sampling
         filtered = sampling.temperature > 0 and (
             sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         )
-        return not (filtered or sampling.logprobs or self.adjusts)
+        return not (filtered or self.adjusts)
 
     @property
     def without_stops(self) -> bool:

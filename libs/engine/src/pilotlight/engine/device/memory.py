@@ -2,6 +2,7 @@
 layers, nothing but addresses.
 """
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -12,6 +13,7 @@ from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.device.arena_protocol import Arena, Scratch
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
+from pilotlight.engine.device.kv_backing import KvBacking
 from pilotlight.engine.errors import EngineError, NoRoom
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.policy.model import Dtype, Stage
@@ -42,14 +44,15 @@ class StageMemory:
         self.stage = stage
         """The layers that have memory; a stage that is to grow runs fewer of them."""
         self.copier = arena.copier
-        self.num_blocks = 0
-        """KV blocks that every layer of the stage has memory for."""
-        self._layout = layout_of(arena, decoder, stage, dtype)
-        self._steps_stop = self._steps_backed = self._layout.steps.start
+        self._counted: tuple[Stage, int] | None = None
+        self.layout = layout_of(arena, decoder, stage, dtype)
+        self._steps_stop = self._steps_backed = self.layout.steps.start
         self._slot = arena.open_slot(slot)
+        self._kv = KvBacking(self._slot, self.layout, arena.granule_bytes, arena.kv_chunk_bytes)
+        self._kv.add(range(stage.start, stage.stop))
         try:
             for part in self.parts:
-                self._slot.back(self._layout.part(part))
+                self._slot.back(self.layout.part(part))
         except EngineError:
             self.close()
             raise
@@ -62,7 +65,9 @@ class StageMemory:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all tensors of the stage's parts, without what lies between them."""
-        return parameter_bytes(self.decoder, self.stage, self.dtype)
+        if self._counted is None or self._counted[0] != self.stage:
+            self._counted = self.stage, parameter_bytes(self.decoder, self.stage, self.dtype)
+        return self._counted[1]
 
     def extend(self, stage: Stage) -> None:
         """Backs the parts of a longer range, and as many KV blocks in each new layer as the others
@@ -73,12 +78,12 @@ class StageMemory:
         Raises:
             NoRoom: there is no such memory; nothing has changed then.
         """
-        parts, blocks = self._beyond(stage, self.stage)
-        self._back_all(parts, divisible=False)
+        parts, layers = self._beyond(stage, self.stage)
+        self._back_all(parts)
         try:
-            self._back_all(blocks)
+            self._kv.add(layers)
         except EngineError:
-            self._unback_all(parts)
+            self._slot.unback(*parts)
             raise
         self.stage = stage
 
@@ -86,40 +91,44 @@ class StageMemory:
         """Takes back an ``extend``: the memory of all layers but those of the shorter range
         goes.
         """
-        parts, blocks = self._beyond(self.stage, stage)
-        self._unback_all(parts + blocks)
+        parts, layers = self._beyond(self.stage, stage)
+        self._slot.unback(*parts)
+        self._kv.remove(layers)
         self.stage = stage
 
-    def _beyond(self, longer: Stage, shorter: Stage) -> tuple[list[Extent], list[Extent]]:
-        """What the longer of two ranges needs more than the shorter one: parts and KV blocks."""
+    def _beyond(self, longer: Stage, shorter: Stage) -> tuple[list[Extent], list[int]]:
+        """What the longer of two ranges has more than the shorter one: parts, and layers."""
         spec = self.decoder.spec
         held = spec.parts_of(shorter)
-        parts = [self._layout.part(part) for part in spec.parts_of(longer) if part not in held]
-        layers = [*range(longer.start, shorter.start), *range(shorter.stop, longer.stop)]
+        parts = [self.layout.part(part) for part in spec.parts_of(longer) if part not in held]
         return parts, [
-            extent for layer in layers for extent in self._layout.kv(layer, 0, self.num_blocks)
+            *range(longer.start, shorter.start),
+            *range(shorter.stop, longer.stop),
         ]
 
     def tensors(self, part: int) -> dict[str, Tensor]:
         """A part's tensors, by their names within it, in their places."""
-        shapes, dtype = self.decoder.shapes(part), TORCH_DTYPES[self.dtype]
+        shapes = self.decoder.shapes(part)
         return {
-            name: self._slot.tensor(offset, shapes[name], dtype)
-            for name, offset in self._layout.tensors(part).items()
+            name: self._tensor(offset, name, shapes[name])
+            for name, offset in self.layout.tensors(part).items()
         }
 
     def packs(self, part: int) -> dict[str, Tensor]:
         """A part's packs (see ``Decoder.packs``), in the places of their tensors."""
-        shapes, offsets, dtype = (
-            self.decoder.shapes(part),
-            self._layout.tensors(part),
-            TORCH_DTYPES[self.dtype],
-        )
+        shapes, offsets = self.decoder.shapes(part), self.layout.tensors(part)
         packs: dict[str, Tensor] = {}
         for pack, names in self.decoder.packs(part).items():
             rows = sum(shapes[name][0] for name in names)
-            packs[pack] = self._slot.tensor(offsets[names[0]], (rows, *shapes[names[0]][1:]), dtype)
+            packs[pack] = self._tensor(offsets[names[0]], names[0], (rows, *shapes[names[0]][1:]))
         return packs
+
+    def _tensor(self, offset: int, name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = TORCH_DTYPES[self.decoder.dtype_of(name, self.dtype)]
+        if dtype is torch.float8_e4m3fn:
+            # Arenas know it as bytes.
+            return self._slot.tensor(offset, shape, torch.uint8).view(dtype)
+        return self._slot.tensor(offset, shape, dtype)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's rows in place, keys and values: [num_blocks * BLOCK_TOKENS, num_kv_heads,
@@ -127,8 +136,13 @@ class StageMemory:
         """
         spec, dtype = self.decoder.spec, TORCH_DTYPES[self.dtype]
         shape = (self.num_blocks * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-        keys, values = self._layout.keys(layer), self._layout.values(layer)
+        keys, values = self.layout.keys(layer), self.layout.values(layer)
         return self._slot.tensor(keys, shape, dtype), self._slot.tensor(values, shape, dtype)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that every layer of the stage has memory for."""
+        return self._kv.num_blocks
 
     def resize(self, num_blocks: int) -> None:
         """Has memory for ``num_blocks`` KV blocks, in every layer.
@@ -138,39 +152,41 @@ class StageMemory:
         Raises:
             NoRoom: there is no such memory; nothing has changed then.
         """
-        if num_blocks > self._layout.max_blocks:
+        self._check_addresses(num_blocks)
+        self._kv.resize(num_blocks)
+
+    def grow_towards(self, even_blocks: int, target_blocks: int) -> None:
+        """See ``KvBacking.grow_towards``."""
+        self._check_addresses(target_blocks)
+        self._kv.grow_towards(even_blocks, target_blocks)
+
+    def rounded(self, num_blocks: int, least_blocks: int) -> int:
+        """See ``KvBacking.rounded``."""
+        return self._kv.rounded(num_blocks, least_blocks)
+
+    def kv_bytes(self, num_blocks: int) -> int:
+        """What so many KV blocks take in all layers of the stage, whole granules."""
+        layers = self.stage.stop - self.stage.start
+        return self.layout.kv_bytes(num_blocks, layers, self.arena.granule_bytes)
+
+    def _check_addresses(self, num_blocks: int) -> None:
+        if num_blocks > self.layout.max_blocks:
             raise NoRoom(
-                f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self._layout.max_blocks}"
+                f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self.layout.max_blocks}"
             )
-        grown = [
-            extent
-            for layer in range(self.stage.start, self.stage.stop)
-            for extent in self._layout.kv(layer, *sorted((self.num_blocks, num_blocks)))
-        ]
-        if num_blocks < self.num_blocks:
-            self._unback_all(grown)
-        else:
-            self._back_all(grown)
-        self.num_blocks = num_blocks
 
-    def _back_all(self, extents: list[Extent], *, divisible: bool = True) -> None:
+    def _back_all(self, extents: Sequence[Extent]) -> None:
         for index, extent in enumerate(extents):
             try:
-                self._slot.back(extent, divisible=divisible)
+                self._slot.back(extent)
             except EngineError:
-                for backed in extents[:index]:
-                    self._slot.unback(backed)
+                self._slot.unback(*extents[:index])
                 raise
 
-    def _unback_all(self, extents: list[Extent]) -> None:
-        for index, extent in enumerate(extents):
-            try:
-                self._slot.unback(extent)
-            except EngineError:
-                # Every layer has the blocks or none has: with fewer, the device would be told of
-                # places without memory.
-                self._back_all(extents[:index])
-                raise
+    @property
+    def steps_bytes(self) -> int:
+        """What ``for_steps`` has taken, whole granules."""
+        return self._steps_backed - self.layout.steps.start
 
     def for_steps(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for what captured steps read and write, zeros.
@@ -182,9 +198,9 @@ class StageMemory:
         """
         offset = -(-self._steps_stop // STEP_ALIGN_BYTES) * STEP_ALIGN_BYTES
         stop = offset + prod(shape) * dtype.itemsize
-        if stop > self._layout.steps.stop:
+        if stop > self.layout.steps.stop:
             raise NoRoom(
-                f"a slot has {self._layout.steps.num_bytes} bytes for what captured steps read and write"
+                f"a slot has {self.layout.steps.num_bytes} bytes for what captured steps read and write"
             )
         granule_bytes = self.arena.granule_bytes
         backed = max(self._steps_backed, -(-stop // granule_bytes) * granule_bytes)
@@ -214,8 +230,9 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
         NoRoom: the model is larger than a slot.
     """
     spec = decoder.spec
+    shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
     return SlotLayout(
-        [decoder.shapes(part) for part in range(spec.num_layers + 2)],
+        shapes,
         spec.num_layers,
         spec.num_kv_heads * spec.head_dim * dtype.size_bytes,
         dtype.size_bytes,
@@ -226,6 +243,9 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
             for pack in decoder.packs(part).values()
             for name in pack[1:]
         },
+        other_bytes={
+            name: decoder.dtype_of(name, dtype).size_bytes for part in shapes for name in part
+        },
         granule_bytes=arena.granule_bytes,
         pool_bytes=arena.pool_bytes,
         steps_bytes=arena.steps_bytes,
@@ -234,7 +254,8 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
 
 def parameter_bytes(decoder: Decoder, stage: Stage, dtype: Dtype) -> int:
     """Bytes of all parameters of a stage."""
-    shapes = (
-        shape for part in decoder.spec.parts_of(stage) for shape in decoder.shapes(part).values()
+    return sum(
+        prod(shape) * decoder.dtype_of(name, dtype).size_bytes
+        for part in decoder.spec.parts_of(stage)
+        for name, shape in decoder.shapes(part).items()
     )
-    return sum(map(prod, shapes)) * dtype.size_bytes

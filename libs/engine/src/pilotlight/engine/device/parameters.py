@@ -74,8 +74,11 @@ class Parameters:
         if part in self._placed:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
         prefix = self._decoder.prefix(part)
-        expected = {prefix + name: shape for name, shape in self._decoder.shapes(part).items()}
-        _check(part, expected, tensors, self._decoder.spec.dtype)
+        expected = {
+            prefix + name: (self._decoder.stored_dtype_of(name), shape)
+            for name, shape in self._decoder.stored_shapes(part).items()
+        }
+        _check(part, expected, tensors)
         placed = self._memory.tensors(part)
         stored = [(placed[name.removeprefix(prefix)], source) for name, source in tensors.items()]
         last = len(self._placed) + 1 == len(self.parts)
@@ -87,7 +90,9 @@ class Parameters:
 
 
 def _check(
-    part: int, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Source], dtype: Dtype
+    part: int,
+    expected: Mapping[str, tuple[Dtype, tuple[int, ...]]],
+    tensors: Mapping[str, Source],
 ) -> None:
     """Raises ``BadCheckpoint`` unless the tensors are the expected ones, before a byte of them is
     read.
@@ -99,13 +104,14 @@ def _check(
             f"part {part} has {', '.join(unknown)}, which the architecture does not know"
         )
     for name, (stored_dtype, shape, buffer) in tensors.items():
+        dtype, expected_shape = expected[name]
         if stored_dtype is not dtype:
             raise BadCheckpoint(
                 f"{name} is stored as {stored_dtype.value}, the checkpoint as {dtype.value}"
             )
-        if tuple(shape) != expected[name]:
+        if tuple(shape) != expected_shape:
             raise BadCheckpoint(
-                f"{name} has shape {tuple(shape)}, the architecture needs {expected[name]}"
+                f"{name} has shape {tuple(shape)}, the architecture needs {expected_shape}"
             )
         size_bytes = math.prod(shape) * dtype.size_bytes
         if buffer.nbytes != size_bytes:

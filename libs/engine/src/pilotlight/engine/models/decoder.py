@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pilotlight.engine.models.layers import Weights, gated, linear, mixture, project, rms_norm
 from pilotlight.engine.models.rotary import Rotation, inverse_frequencies
-from pilotlight.policy.model import ModelSpec
+from pilotlight.policy.model import Dtype, ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Stores new keys and values and attends with the queries to all that the layer sees of the
@@ -26,6 +26,7 @@ Packs = dict[str, tuple[str, ...]]
 EMBEDDING = "embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 QKV = "self_attn.qkv_proj"
+GATE_UP = "mlp.gate_up_proj"
 
 
 class Rotations(NamedTuple):
@@ -98,7 +99,42 @@ class Decoder:
         return f"model.layers.{part - 1}." if part <= self.spec.num_layers else ""
 
     def shapes(self, part: int) -> Shapes:
-        """Every tensor of a part, by its name within the part."""
+        """Every tensor of a part as it lies on a device, by its name within the part: the scales of
+        quantized weights come last.
+        """
+        weights, quantization = self._plain_shapes(part), self.spec.quantization
+        if quantization is None:
+            return weights
+        scales = {
+            quantization.scale_of(name): quantization.placed_scale_shape(shape[0], shape[1])
+            for name, shape in weights.items()
+            if quantization.covers(name)
+        }
+        return {**weights, **scales}
+
+    def stored_shapes(self, part: int) -> Shapes:
+        """The same as the checkpoint has them."""
+        weights, quantization = self._plain_shapes(part), self.spec.quantization
+        if quantization is None:
+            return weights
+        scales = {
+            quantization.scale_of(name): quantization.stored_scale_shape(shape[0], shape[1])
+            for name, shape in weights.items()
+            if quantization.covers(name)
+        }
+        return {**weights, **scales}
+
+    def dtype_of(self, name: str, dtype: Dtype) -> Dtype:
+        """Element type of a tensor on a device that computes in ``dtype``."""
+        quantization = self.spec.quantization
+        return dtype if quantization is None else quantization.placed_dtype(name, dtype)
+
+    def stored_dtype_of(self, name: str) -> Dtype:
+        """The same in the checkpoint."""
+        spec, quantization = self.spec, self.spec.quantization
+        return spec.dtype if quantization is None else quantization.stored_dtype(name, spec.dtype)
+
+    def _plain_shapes(self, part: int) -> Shapes:
         spec = self.spec
         if part == 0:
             return {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -135,6 +171,12 @@ class Decoder:
                 f"{name}gate_proj.weight",
                 f"{name}up_proj.weight",
             )
+        if (quantization := self.spec.quantization) is not None:
+            packs |= {
+                quantization.scale_of(pack): tuple(map(quantization.scale_of, names))
+                for pack, names in packs.items()
+                if quantization.covers(pack)
+            }
         return packs
 
     def _attention_shapes(self) -> Shapes:

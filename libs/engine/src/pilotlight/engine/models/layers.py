@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pilotlight.engine.models.quantized import product
 from pilotlight.policy.model import Experts
 
 Weights = Mapping[str, Tensor]
@@ -26,11 +27,17 @@ SIZES_BETWEEN_DOUBLES = 8
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+def scales_of(weights: Weights, name: str) -> Tensor | None:
+    """The scales of a projection with quantized weights; None: it has none."""
+    return weights.get(f"{name}.weight_scale", weights.get(f"{name}.weight_scale_inv"))
+
+
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
     """One projection; its bias counts if the part has one. [num_tokens, in] -> [num_tokens,
     out].
     """
-    projected = project(x, weights[f"{name}.weight"])
+    weight, scales = weights[f"{name}.weight"], scales_of(weights, name)
+    projected = project(x, weight) if scales is None else product(x, weight, scales)
     bias = weights.get(f"{name}.bias")
     return projected if bias is None else projected + bias
 

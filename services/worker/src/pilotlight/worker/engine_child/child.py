@@ -96,6 +96,7 @@ def _serve(
         load_bytes_per_s=device.load_bytes_per_s,
         device_bytes=device.device_bytes,
         granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
+        memory_bytes_per_s=device.memory_bytes_per_s,
     )
     try:
         loop.run(up)

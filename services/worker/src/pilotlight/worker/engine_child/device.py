@@ -22,8 +22,14 @@ log = structlog.get_logger()
 
 PROBE_BYTES = 32 * 1024 * 1024
 """Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
-CUDA_STEP_TOKENS = 8192
-"""Tokens of a forward pass on a GPU: what keeps it busy."""
+MEMORY_PROBE_BYTES, MEMORY_PROBES = 128 * 1024 * 1024, 8
+"""Bytes that are copied within a device to learn how fast it reads: more than its caches hold."""
+CUDA_STEP_TOKENS = 10_240
+"""Tokens of a forward pass on a GPU: what keeps it busy, and so many that few steps of those that
+run are stretched by prompts (decision 35)."""
+CUDA_GATHER_S = 0.010
+"""How long prompts that come one after the other wait for each other; about two steps of a large
+batch."""
 FIXED_RESERVE_BYTES = 1 << 30
 """Of a GPU's memory, what is not for models: kernels, libraries' workspaces, graphs."""
 RESERVE_SHARE = 0.02
@@ -47,6 +53,8 @@ class OpenDevice:
     """Memory for models, if the device says so itself; else 0."""
     pins: Pins | None = None
     """Where the device reads the host pool itself."""
+    memory_bytes_per_s: float = 0.0
+    """What it reads of its own memory; 0: not measured."""
 
 
 def open_device(
@@ -67,7 +75,8 @@ def open_device(
         NoRoom: it has less memory than an engine needs for itself.
     """
     if kind is DeviceKind.CUDA:
-        return _open_cuda(_limits(step_tokens or CUDA_STEP_TOKENS), device_bytes, clock)
+        limits = _limits(step_tokens or CUDA_STEP_TOKENS, CUDA_GATHER_S)
+        return _open_cuda(limits, device_bytes, clock)
     return OpenDevice(
         arena=CpuArena(address=ARENA_ADDRESS),
         name=f"cpu ({threads} threads)",
@@ -122,6 +131,7 @@ def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> O
         probe=CUDA_PROBE,
         device_bytes=room_bytes,
         pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes)),
+        memory_bytes_per_s=_memory_bytes_per_s(device, clock),
     )
 
 
@@ -133,8 +143,9 @@ def _slabs(arena: Arena, pool: memoryview, slab_bytes: int) -> PinnedSlabs:
     return CudaSlabs(arena.copier, pool, slab_bytes)
 
 
-def _limits(step_tokens: int) -> BatchLimits:
-    return BatchLimits(step_tokens=step_tokens, running=min(BatchLimits().running, step_tokens))
+def _limits(step_tokens: int, gather_s: float = 0.0) -> BatchLimits:
+    running = min(BatchLimits().running, step_tokens)
+    return BatchLimits(step_tokens=step_tokens, running=running, gather_s=gather_s)
 
 
 def _host_bytes_per_s(clock: Clock) -> float:
@@ -157,6 +168,23 @@ def _pinned_bytes_per_s(device: torch.device, clock: Clock) -> float:
 
     copy()  # The first one pays for more than the copy.
     return _bytes_per_s(copy, clock)
+
+
+def _memory_bytes_per_s(device: torch.device, clock: Clock) -> float:
+    """What the device reads of its memory while it copies within it: half a millisecond."""
+    source = torch.empty(MEMORY_PROBE_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize(device)
+    start_s = clock.monotonic_s()
+    for _ in range(MEMORY_PROBES):
+        target.copy_(source)
+    torch.cuda.synchronize(device)
+    took_s = max(1e-6, clock.monotonic_s() - start_s)
+    del source, target
+    torch.cuda.empty_cache()  # What is freed is for models.
+    # Reads and writes share the rate; what only reads has nearly all of it.
+    return 2 * MEMORY_PROBES * MEMORY_PROBE_BYTES / took_s
 
 
 def _bytes_per_s(copy: Callable[[], None], clock: Clock) -> float:

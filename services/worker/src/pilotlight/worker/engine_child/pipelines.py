@@ -55,7 +55,14 @@ class PipelineEngine(Protocol):
     def serves(self, instance_id: InstanceId) -> bool: ...
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int: ...
     def call_off(self, instance_id: InstanceId) -> bool: ...
-    def resize(self, instance_id: InstanceId, device_bytes: int) -> StageRoom: ...
+    def resize(
+        self,
+        instance_id: InstanceId,
+        device_bytes: int,
+        *,
+        must: bool = False,
+        target_bytes: int = 0,
+    ) -> StageRoom: ...
     def export_kv(
         self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
     ) -> "tuple[KvPiece, ...]": ...
@@ -101,11 +108,17 @@ class Pipelines:
                 case ExtendStage():
                     self._loads.extend(command, sent_s)
                 case ResizeStage():
-                    room = self._engine.resize(command.instance_id, command.device_bytes)
+                    room = self._engine.resize(
+                        command.instance_id,
+                        command.device_bytes,
+                        must=command.must,
+                        target_bytes=command.target_bytes,
+                    )
                     self._send(
                         StageResized(
                             instance_id=command.instance_id,
                             kv_capacity_tokens=room.kv_capacity_tokens,
+                            device_bytes=room.device_bytes,
                         )
                     )
                 case ExportKv():

@@ -153,21 +153,20 @@ class SimEngine:
         stage.extend(command)
 
     async def resize_stage(self, command: ResizeStage) -> None:
-        stage = await self._stage_of(command.instance_id)
-        if stage is None:
+        self._check()
+        name = command.instance_id
+        if (stage := self._stages.get(name)) is None:
+            await self._refuse(name, NotLoaded.code, f"{name} is not held here")
             return
         before, stage.device_bytes = stage.device_bytes, command.device_bytes
-        if stage.kv_capacity_tokens == 0:
+        capacity_tokens = stage.kv_capacity_tokens
+        if capacity_tokens == 0:
             stage.device_bytes = before
-            await self._refuse(
-                command.instance_id, "no_room", f"{command.device_bytes} bytes hold no KV"
-            )
+            await self._refuse(name, "no_room", f"{command.device_bytes} bytes hold no KV")
             return
-        await self._say(
-            StageResized(
-                instance_id=command.instance_id, kv_capacity_tokens=stage.kv_capacity_tokens
-            )
-        )
+        if command.must and self._requests.end_beyond(name, capacity_tokens):
+            self._wake.set()
+        await self._say(StageResized(instance_id=name, kv_capacity_tokens=capacity_tokens))
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
         self._check()
@@ -193,7 +192,7 @@ class SimEngine:
 
     async def release_request(self, command: ReleaseRequest) -> None:
         self._check()
-        request = self._requests.pop(RequestKey(command.request_id, command.attempt), None)
+        request = self._requests.leave(RequestKey(command.request_id, command.attempt))
         if request is None:
             await self._refuse(
                 command.instance_id, BadRequest.code, f"request {command.request_id} is not here"
@@ -223,9 +222,8 @@ class SimEngine:
         key = RequestKey(command.request_id, command.attempt)
         left_s = math.inf if command.deadline_in_s is None else command.deadline_in_s
         deadline_s = self._clock.monotonic_s() + left_s
-        self._requests[key] = SimRequest(
-            run=command, position=len(command.output_ids), deadline_s=deadline_s
-        )
+        request = SimRequest(run=command, position=len(command.output_ids), deadline_s=deadline_s)
+        self._requests.add(key, request)
         stage = self._stages.get(command.instance_id)
         if stage is None or not stage.serves:
             self._end(
@@ -271,7 +269,7 @@ class SimEngine:
         while True:
             if self._parts:
                 await self._place(self._parts.popleft())
-            if self._requests.runnable or self._requests.ended:
+            if self._requests.ended or self._requests.any_runnable:
                 await self._step()
             elif not self._parts:
                 await self._idle()
@@ -325,34 +323,33 @@ class SimEngine:
         """One batch: the prompts of its new requests, then a token for each."""
         start_s = self._clock.monotonic_s()
         self._requests.expire(start_s)
-        batch = self._requests.runnable[:MAX_BATCH]
+        batch = self._requests.batch(MAX_BATCH)
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(
             len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh
         )
+        if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
+            await self._faults.delay("prefill")
         if batch:
-            if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
-                await self._faults.delay("prefill")
             await _take(step_s(self._speed, prompt_tokens))
         for request in fresh:
             await self._first(request, start_s)
+        requests = self._requests
         # Aborted while time passed: no token any more.
-        produced = [
-            self._requests.advance(key, request) for key, request in batch if key in self._requests
-        ]
-        ended = self._requests.take_ended()
-        waiting = len(self._requests) - len(self._requests.runnable[:MAX_BATCH])
-        await self._say(
-            StepDone(
-                produced=(*ended, *produced),
-                waiting=waiting,
-                running=len(self._requests) - waiting,
-                kv_free_tokens=self._requests.kv_free_tokens,
-                step_time_s=self._clock.monotonic_s() - start_s,
-                kv_used_tokens=self._requests.kv_used_tokens,
-                batch_tokens=prompt_tokens + len(batch) - len(fresh),
-            )
+        produced = [requests.advance(key, request) for key, request in batch if key in requests]
+        waiting = requests.waiting(MAX_BATCH)
+        used_tokens = requests.kv_used_tokens
+        step = StepDone(
+            produced=(*requests.take_ended(), *produced),
+            waiting=waiting,
+            running=len(requests) - waiting,
+            kv_free_tokens=max(0, requests.kv_capacity_tokens - used_tokens),
+            step_time_s=self._clock.monotonic_s() - start_s,
+            kv_used_tokens=used_tokens,
+            batch_tokens=prompt_tokens + len(batch) - len(fresh),
         )
+        # Of first tokens it matters when they were there.
+        await self._events.put(Timed(step, moment_of(self._clock) if fresh else None))
 
     async def _first(self, request: SimRequest, start_s: float) -> None:
         run, stage = request.run, self._stages.get(request.run.instance_id)

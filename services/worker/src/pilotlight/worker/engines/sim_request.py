@@ -20,27 +20,38 @@ class SimRequest:
     given: list[int] = field(default_factory=list[int])
     """Its output here."""
 
+    @property
+    def held_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.run.prompt_ids) + self.position
+
     def advance(self, spec: ModelSpec) -> Produced:
         """The next token, and the end if it is the last one."""
         assert self.tokens is not None, "its prompt has been worked on"
-        sampling = self.run.sampling
-        token_id, logprob = self.tokens.next()
-        self.tokens.take(token_id)
-        position, stops = (
-            self.position,
-            not sampling.ignore_eos and token_id in sampling.stop_token_ids,
+        run, position = self.run, self.position
+        sampling = run.sampling
+        token_id, logprob = self.tokens.draw(with_logprob=sampling.logprobs)
+        if not sampling.ignore_eos and token_id in sampling.stop_token_ids:
+            return Produced(
+                request_id=run.request_id,
+                attempt=run.attempt,
+                position=position,
+                logprobs=() if sampling.logprobs else None,
+                finish=FinishReason.STOP,
+            )
+        self.position = reached = position + 1
+        self.given.append(token_id)
+        full = (
+            reached >= sampling.max_tokens
+            or len(run.prompt_ids) + reached >= spec.max_context_tokens
         )
-        self.position += not stops
-        self.given += [] if stops else [token_id]
-        total = len(self.run.prompt_ids) + self.position
-        full = self.position >= sampling.max_tokens or total >= spec.max_context_tokens
         return Produced(
-            request_id=self.run.request_id,
-            attempt=self.run.attempt,
+            request_id=run.request_id,
+            attempt=run.attempt,
             position=position,
-            token_ids=() if stops else (token_id,),
-            logprobs=(() if stops else (logprob,)) if sampling.logprobs else None,
-            finish=FinishReason.STOP if stops else FinishReason.LENGTH if full else None,
+            token_ids=(token_id,),
+            logprobs=None if logprob is None else (logprob,),
+            finish=FinishReason.LENGTH if full else None,
         )
 
     def released(self) -> RequestReleased:

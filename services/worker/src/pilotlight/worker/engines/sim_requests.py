@@ -1,6 +1,7 @@
 """The requests of a simulated engine, and the ends that its next step tells."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from pilotlight.common.errors import DeadlineExceeded, NotLoaded
@@ -10,53 +11,145 @@ from pilotlight.policy.request import FinishReason, RequestKey
 from pilotlight.worker.engines.sim_request import SimRequest
 from pilotlight.worker.engines.sim_stage import SimStage
 
+Batch = list[tuple[RequestKey, SimRequest]]
 
-class SimRequests(dict[RequestKey, SimRequest]):
-    """Requests that have not ended, oldest first."""
+
+class SimRequests:
+    """Requests that have not ended, oldest first.
+
+    Sums are kept and not made: a step of an engine that takes no time costs little else.
+    """
 
     def __init__(self, stages: Mapping[InstanceId, SimStage]) -> None:
         """Has none yet; ``stages`` are the engine's, which they run on."""
-        super().__init__()
+        self._requests: dict[RequestKey, SimRequest] = {}
         self._stages = stages
+        self._held_tokens = Counter[InstanceId]()
+        """Tokens of an instance's requests."""
+        self._counts = Counter[InstanceId]()
+        self._due_s = math.inf
+        """No deadline is before it."""
         self.ended: list[Produced] = []
         """Ends beside a step; the next step tells them."""
 
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._requests
+
+    def add(self, key: RequestKey, request: SimRequest) -> None:
+        """A new one."""
+        instance_id = request.run.instance_id
+        self._requests[key] = request
+        self._counts[instance_id] += 1
+        self._held_tokens[instance_id] += request.held_tokens
+        self._due_s = min(self._due_s, request.deadline_s)
+
+    def leave(self, key: RequestKey) -> SimRequest | None:
+        """Forget one, and return it."""
+        request = self._requests.pop(key, None)
+        if request is not None:
+            instance_id = request.run.instance_id
+            self._counts[instance_id] -= 1
+            self._held_tokens[instance_id] -= request.held_tokens
+            if not self._counts[instance_id]:
+                del self._counts[instance_id], self._held_tokens[instance_id]
+        return request
+
     @property
-    def runnable(self) -> list[tuple[RequestKey, SimRequest]]:
+    def runnable(self) -> Batch:
         """Requests of stages that are loaded: nothing is computed here, so nothing of them runs
         before.
         """
         return [
             (key, request)
-            for key, request in self.items()
+            for key, request in self._requests.items()
             if self._stages[request.run.instance_id].ready
         ]
+
+    def batch(self, at_most: int) -> Batch:
+        """Those that advance next: oldest first, as far as the KV of their stages goes.
+
+        The first one of a stage does in any case, and none overtakes one that has no room.
+        """
+        if self._all_fit(at_most):
+            return list(self._requests.items())
+        left = {
+            instance_id: stage.kv_capacity_tokens for instance_id, stage in self._stages.items()
+        }
+        full = set[InstanceId]()
+        taken: Batch = []
+        for key, request in self.runnable:
+            instance_id = request.run.instance_id
+            begun = left[instance_id] < self._stages[instance_id].kv_capacity_tokens
+            if instance_id in full or (begun and request.held_tokens > left[instance_id]):
+                full.add(instance_id)
+                continue
+            left[instance_id] -= request.held_tokens
+            taken.append((key, request))
+            if len(taken) == at_most:
+                break
+        return taken
+
+    def waiting(self, at_most: int) -> int:
+        """How many the next batch leaves out."""
+        return 0 if self._all_fit(at_most) else len(self) - len(self.batch(at_most))
+
+    def _all_fit(self, at_most: int) -> bool:
+        if len(self._requests) > at_most:
+            return False
+        for instance_id, tokens in self._held_tokens.items():
+            stage = self._stages[instance_id]
+            if not stage.ready or tokens > stage.kv_capacity_tokens:
+                return False
+        return True
+
+    def end_beyond(self, instance_id: InstanceId, kv_capacity_tokens: int) -> bool:
+        """Ends those of a stage that have more tokens than it has room for; whether there were
+        any.
+        """
+        keys = [
+            key
+            for key, request in self._requests.items()
+            if request.run.instance_id == instance_id and request.held_tokens > kv_capacity_tokens
+        ]
+        for key in keys:
+            message = f"{instance_id} gives KV back: the request goes on elsewhere"
+            self.end(key, FinishReason.ERROR, NotLoaded.code, message)
+        return bool(keys)
+
+    @property
+    def any_runnable(self) -> bool:
+        """Some request is."""
+        return any(self._stages[instance_id].ready for instance_id in self._counts)
 
     @property
     def due_s(self) -> float:
         """The next deadline."""
-        return min((request.deadline_s for request in self.values()), default=math.inf)
+        return min((request.deadline_s for request in self._requests.values()), default=math.inf)
 
     @property
-    def kv_free_tokens(self) -> int:
-        """Room that is left on the stages that are loaded."""
-        capacity = sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
-        return max(0, capacity - self.kv_used_tokens)
+    def kv_capacity_tokens(self) -> int:
+        """Room of the stages that are loaded."""
+        return sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
 
     @property
     def kv_used_tokens(self) -> int:
         """Tokens of all requests."""
-        return sum(len(request.run.prompt_ids) + request.position for request in self.values())
+        return sum(self._held_tokens.values())
 
     def advance(self, key: RequestKey, request: SimRequest) -> Produced:
         """The next token of a request, and its end if it is the last one."""
-        produced = request.advance(self._stages[request.run.instance_id].model.spec)
+        instance_id = request.run.instance_id
+        produced = request.advance(self._stages[instance_id].model.spec)
+        self._held_tokens[instance_id] += len(produced.token_ids)
         if produced.finish is not None:
-            del self[key]
+            self.leave(key)
         return produced
 
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
-        """End a request.
+        """End a request that is here.
 
         Args:
             key: The request.
@@ -64,7 +157,8 @@ class SimRequests(dict[RequestKey, SimRequest]):
             code: Of the error, if it ends with one.
             message: The error's.
         """
-        request = self.pop(key)
+        request = self.leave(key)
+        assert request is not None, "it is here"
         self.ended.append(
             Produced(
                 request_id=key.request_id,
@@ -78,14 +172,19 @@ class SimRequests(dict[RequestKey, SimRequest]):
 
     def expire(self, now_s: float) -> None:
         """Ends those whose deadline has passed."""
-        for key, request in list(self.items()):
-            if now_s >= request.deadline_s:
-                message = f"the deadline passed after {request.position} output tokens"
-                self.end(key, FinishReason.ERROR, DeadlineExceeded.code, message)
+        if now_s < self._due_s:
+            return
+        overdue = [key for key, request in self._requests.items() if now_s >= request.deadline_s]
+        for key in overdue:
+            message = f"the deadline passed after {self._requests[key].position} output tokens"
+            self.end(key, FinishReason.ERROR, DeadlineExceeded.code, message)
+        self._due_s = self.due_s
 
     def end_all(self, instance_id: InstanceId, *, loaded: bool) -> bool:
         """Ends those of a stage that is given up; whether there were any."""
-        keys = [key for key, request in self.items() if request.run.instance_id == instance_id]
+        keys = [
+            key for key, request in self._requests.items() if request.run.instance_id == instance_id
+        ]
         for key in keys:
             if loaded:
                 self.end(key, FinishReason.CANCELLED)
@@ -101,5 +200,7 @@ class SimRequests(dict[RequestKey, SimRequest]):
 
     def clear(self) -> None:
         """Forgets all requests, and the ends that have not been told."""
-        super().clear()
+        self._requests.clear()
+        self._held_tokens.clear()
+        self._counts.clear()
         self.ended.clear()

@@ -24,6 +24,8 @@ class SimStage:
     prefilled: bool = False
     leads: bool = False
     """It is connected, and begins the model."""
+    _room: tuple[Stage | None, int, int] = (None, 0, 0)
+    """What KV was last asked about, layers and bytes, and the answer in tokens."""
 
     @classmethod
     def of(cls, command: LoadStage) -> "SimStage":
@@ -39,8 +41,11 @@ class SimStage:
     def kv_capacity_tokens(self) -> int:
         """What the bytes leave for KV."""
         held = self.target or self.stage
-        room_bytes = self.device_bytes - self.model.device_bytes(held)
-        return max(0, room_bytes // self.model.spec.kv_bytes_per_token(held, self.model.dtype))
+        if self._room[:2] != (held, self.device_bytes):
+            room_bytes = self.device_bytes - self.model.device_bytes(held)
+            per_token = self.model.spec.kv_bytes_per_token(held, self.model.dtype)
+            self._room = held, self.device_bytes, max(0, room_bytes // per_token)
+        return self._room[2]
 
     @property
     def complete(self) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MASK = (1 << 64) - 1
+_FACTOR = 6364136223846793005
+"""Knuth's, of the generator MMIX: odd, so that no two states become one."""
 
 
 @dataclass(slots=True)
@@ -21,10 +23,10 @@ class SimTokens:
     @classmethod
     def after(cls, seed: int, token_ids: Iterable[int], vocab_size: int) -> "SimTokens":
         """Those that follow the prompt and the output so far."""
-        tokens = cls(_mix(seed), vocab_size)
+        state = _mix(seed)
         for token_id in token_ids:
-            tokens.take(token_id)
-        return tokens
+            state = (state * _FACTOR + token_id + 1) & _MASK
+        return cls(state, vocab_size)
 
     def next(self) -> tuple[int, float]:
         """The next token and its log probability; ``take`` it to go on."""
@@ -33,7 +35,15 @@ class SimTokens:
 
     def take(self, token_id: int) -> None:
         """This token comes next."""
-        self.state = _mix(self.state + token_id + 1)
+        self.state = (self.state * _FACTOR + token_id + 1) & _MASK
+
+    def draw(self, *, with_logprob: bool) -> tuple[int, float | None]:
+        """``next`` and ``take`` at once; no log probability where none is asked for."""
+        state = self.state
+        drawn = _mix(state)
+        token_id = drawn % self.vocab_size
+        self.state = (state * _FACTOR + token_id + 1) & _MASK
+        return token_id, -(drawn >> 40) / (1 << 24) if with_logprob else None
 
 
 def _mix(value: int) -> int:

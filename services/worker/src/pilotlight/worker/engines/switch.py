@@ -32,6 +32,7 @@ from pilotlight.common.messages.engine import (
     StageLoaded,
     StageOpened,
     StageRefused,
+    StageResized,
     StageUnloaded,
     StepDone,
     UnloadStage,
@@ -229,11 +230,14 @@ class EngineSwitch:
     async def _pass_on(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
         async for told in engine.events():
             for event in self._seen(kind, told.message):
-                await on_event(Timed(event, told.sent))
+                await on_event(told if event is told.message else Timed(event, told.sent))
 
     def _seen(self, kind: EngineKind, event: EngineEvent) -> tuple[EngineEvent, ...]:
         """An engine's event as the worker is to see it: perhaps not at all, perhaps as several."""
         match event:
+            case StepDone():
+                self._steps[kind] = event
+                return (event if len(self._engines) == 1 else self._of_all(event),)
             case StageUnloaded():
                 self._unloaded(kind, event.instance_id)
             case (
@@ -242,6 +246,7 @@ class EngineSwitch:
                 | StageFailed()
                 | StageGrown()
                 | StageRefused()
+                | StageResized()
                 | PipelineLeft()
                 | Prefilled()
             ):
@@ -253,9 +258,6 @@ class EngineSwitch:
                     return ()
             case EngineDied():
                 return self._of_one(kind, event)
-            case StepDone():
-                self._steps[kind] = event
-                return (event if len(self._engines) == 1 else self._of_all(event),)
             case _:
                 pass
         return (event,)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.attention_metadata import MAX_ROW_SPLITS, KvSplits, Place, RowMetadata
+from pilotlight.engine.cuda.kernels.fp8_rows import Quantized, quantize_rows
 from pilotlight.engine.cuda.kernels.launching import Kernel
 
 MANY_ROWS = 16
@@ -81,15 +82,48 @@ def _turned(
 
 
 @triton.jit
+def store_heads(heads, out, scales, row, head, dim, known, padded_rows, dtype,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Stores heads [n, PADDED_DIM] of rows, or of one row, rounded to ``dtype``; quantized, with a
+    scale of its own for each.
+
+    Args:
+        heads: [n, PADDED_DIM], in float32.
+        out: [num_rows, NUM_HEADS * HEAD_DIM], where they go.
+        scales: [NUM_HEADS, padded_rows], where scales go if they are quantized.
+        row: [n, 1], or one for all.
+        head: [n, 1], or one for all.
+        dim: [1, PADDED_DIM].
+        known: [n, 1], which of them there are.
+        padded_rows: of ``scales``.
+        dtype: of what is stored, before it is quantized.
+        NUM_HEADS: of a row.
+        HEAD_DIM: of a head.
+        QUANTIZED: to float8.
+    """
+    place = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim
+    mask = known & (dim < HEAD_DIM)
+    rounded = heads.to(dtype)
+    if QUANTIZED:
+        values, scale = quantize_rows(rounded.to(tl.float32))
+        tl.store(place, values, mask=mask)
+        tl.store(scales + head * padded_rows + row, scale[:, None], mask=known)
+    else:
+        tl.store(place, rounded, mask=mask)
+
+
+@triton.jit
 def _decode_attention(
     queries, bias, query_norm, key_norm, cosines, sines,
-    keys, values, out, partial, marks, arrived,
+    keys, values, out, out_scales, partial, marks, arrived,
     blocks, positions, slots, first_blocks, first_splits, num_splits, split_rows, split_starts, split_stops,
-    eps, scale,
+    eps, scale, padded_rows,
     ROW_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     MAX_ROW_SPLITS: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -174,9 +208,11 @@ def _decode_attention(
                 weights.to(dtype), value_tile, input_precision=PRECISION
             )
         top = highest
-    out_place = out + row.to(tl.int64) * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim
     if splits == 1:
-        tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
+        store_heads(
+            mixed / total[:, None], out, out_scales, row, head, dim, known, padded_rows, dtype,
+            NUM_HEADS, HEAD_DIM, QUANTIZED,
+        )  # fmt: skip
     else:
         head_row = kv_head * GROUP + tl.arange(0, PADDED_GROUP)
         in_group = tl.arange(0, PADDED_GROUP) < GROUP
@@ -216,7 +252,10 @@ def _decode_attention(
                     other=0.0,
                     cache_modifier=".cg",
                 )
-            tl.store(out_place, (mixed / total[:, None]).to(dtype), mask=known & fits)
+            store_heads(
+                mixed / total[:, None], out, out_scales, row, head, dim, known, padded_rows, dtype,
+                NUM_HEADS, HEAD_DIM, QUANTIZED,
+            )  # fmt: skip
 
 
 _run_decode_attention = Kernel(_decode_attention)
@@ -252,7 +291,7 @@ def decode_attention(
     splits: KvSplits,
     scratch: DecodeScratch,
     scale: float,
-    out: Tensor,
+    out: Tensor | Quantized,
     raw: "RawHeads | None" = None,
 ) -> None:
     """Attends with rows of the batch, those that splits name, to their requests' keys.
@@ -265,12 +304,14 @@ def decode_attention(
         splits: what is seen by them.
         scratch: of the stage.
         scale: of the scores.
-        out: [num_tokens, num_heads * head_dim], written in the rows that splits name.
+        out: [num_tokens, num_heads * head_dim], written in the rows that splits name; quantized,
+            a head has one scale.
         raw: what is to be done to the projection. The new keys and values are stored then, too.
     """
     keys, values = stored
     num_kv_heads, head_dim = keys.shape[1:]
-    num_heads = out.shape[1] // head_dim
+    target, scales = (out.values, out.scales) if isinstance(out, Quantized) else (out, out)
+    num_heads = target.shape[1] // head_dim
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     tile = _tile(group, splits.firsts.shape[0], padded_dim)
@@ -280,14 +321,15 @@ def decode_attention(
         (num_kv_heads, splits.rows.shape[0]),
         (
             queries, bias, *norms, *(raw.turns if raw else (queries, queries)),
-            keys, values, out, scratch.partial, scratch.marks, scratch.arrived,
+            keys, values, target, scales, scratch.partial, scratch.marks, scratch.arrived,
             rows.blocks, rows.positions, rows.slots, rows.first_blocks,
             splits.firsts, splits.counts, splits.rows, splits.starts, splits.stops,
-            raw.eps if raw else 0.0, scale * LOG2_E,
+            raw.eps if raw else 0.0, scale * LOG2_E, scales.shape[1],
         ),
         (
             queries.stride(0), num_heads, num_kv_heads, head_dim, padded_dim, group, tile.padded_group,
             tile.keys, BLOCK_TOKENS, MAX_ROW_SPLITS, raw is not None, bias is not queries, norms[0] is not queries,
+            isinstance(out, Quantized),
         ),
         warps=tile.warps,
         stages=tile.stages,

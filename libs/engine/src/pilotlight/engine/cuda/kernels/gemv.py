@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernels.fp8_gemv import run_fp8_gemv
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.policy.model import SCALE_BLOCK
 
 
 @triton.jit
@@ -78,11 +80,14 @@ _run_gemv = Kernel(_gemv)
 
 
 class Tiling(NamedTuple):
-    """How a GEMV is cut up: rows of a program, columns of a step, warps."""
+    """How a GEMV is cut up: rows of a program, columns of a step, warps; with weights in fp8, steps
+    whose loads are under way.
+    """
 
     rows: int
     columns: int
     warps: int
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Gemv:
         gated: bool = False,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Multiplies.
 
@@ -114,27 +120,40 @@ class Gemv:
             gated: the result is silu(gates) * ups.
             bias: [rows], added to the product.
             residual: [1, rows], added to the result.
+            scales: of a weight in fp8, by its rows or by blocks of ``SCALE_BLOCK``; float32.
 
         Returns:
             [1, rows].
         """
         rows, width = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        tiling = self.tilings.get((rows, width, gated), USUAL)
+        usual = USUAL if scales is None else USUAL_FP8
+        tiling = self.tilings.get((rows, width, gated), usual)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-        _run_gemv(
-            (triton.cdiv(rows, tiling.rows), 1),
-            (
-                weight, x, x if norm is None else norm, x if bias is None else bias, x if residual is None else residual, out,
-                self.eps,
-            ),
-            (
-                rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns,
-                norm is not None, gated, bias is not None, residual is not None,
-            ),
-            warps=tiling.warps,
+        grid = (triton.cdiv(rows, tiling.rows), 1)
+        tensors = (
+            weight, x, x if norm is None else norm, x if bias is None else bias, x if residual is None else residual, out,
         )  # fmt: skip
+        steps = (norm is not None, gated, bias is not None, residual is not None)
+        if scales is None:
+            constants = (
+                rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns, *steps,
+            )  # fmt: skip
+            _run_gemv(grid, (*tensors, self.eps), constants, warps=tiling.warps)
+        else:
+            by_block = scales.shape[0] != weight.shape[0]
+            run_fp8_gemv(
+                grid,
+                (*tensors, scales, self.eps),
+                (
+                    rows, width, SCALE_BLOCK, tiling.rows, tiling.columns, tiling.stages, *steps,
+                    by_block,
+                ),
+                warps=tiling.warps,
+                variant=(x.dtype,),
+            )  # fmt: skip
         return out
 
 
 USUAL = Tiling(4, 512, 4)
-"""Does well for most shapes."""
+USUAL_FP8 = Tiling(8, 512, 2, 3)
+"""Do well for most shapes."""

@@ -5,6 +5,7 @@ longer than a small kernel runs.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -14,10 +15,11 @@ Constant = int | bool
 
 
 class Kernel:
-    """A triton kernel of tensors, floats and constants, in this order.
+    """A triton kernel of tensors, numbers and constants, in this order.
 
-    Compiled anew for every set of constants and dtype of the first tensor. All tensors begin at
-    multiples of 16 bytes, which is what triton was told when it compiled; a process has one device.
+    Compiled anew for every set of constants, dtype of the first tensor and variant. All tensors
+    begin at multiples of 16 bytes and whole numbers are multiples of 16, which is what triton was
+    told when it compiled; a process has one device.
     """
 
     def __init__(self, function: Any) -> None:
@@ -39,6 +41,7 @@ class Kernel:
         *,
         warps: int,
         stages: int = 3,
+        variant: tuple[torch.dtype, ...] = (),
     ) -> None:
         """Launches.
 
@@ -48,9 +51,16 @@ class Kernel:
             constants: what the kernel is compiled for.
             warps: of a program.
             stages: loads that loops keep under way.
+            variant: dtypes of other tensors, where they do not follow from the first's.
         """
         first = arguments[0]
-        key = (first.dtype if isinstance(first, Tensor) else None, constants, warps, stages)
+        key = (
+            first.dtype if isinstance(first, Tensor) else None,
+            constants,
+            warps,
+            stages,
+            variant,
+        )
         compiled = self._compiled.get(key)
         if compiled is None:
             # Under triton's interpreter nothing is compiled, and every launch comes here.

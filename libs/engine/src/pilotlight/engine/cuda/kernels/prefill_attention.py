@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.attention_metadata import QUERIES_AT_ONCE, Chunks, RowMetadata
-from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION
+from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION, store_heads
+from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.launching import Kernel
 
 MANY_ROWS = 1024
@@ -86,11 +87,12 @@ def _some_keys(
 
 @triton.jit
 def _prefill_attention(
-    queries, keys, values, out,
-    rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale,
+    queries, keys, values, out, out_scales,
+    rows, starts, counts, first_blocks, tile_segments, tile_rows, blocks, scale, padded_rows,
     ROW_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PARTS: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr, KEYS_AT_ONCE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.program_id(1) // PARTS
@@ -130,11 +132,10 @@ def _prefill_attention(
         query, top, total, mixed, at, stop, seen_from, seen_to, keys, values, own_blocks, kv_head, scale,
         NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, KEYS_AT_ONCE, BLOCK_TOKENS, True,
     )  # fmt: skip
-    tl.store(
-        out + place * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + dim[None, :],
-        (mixed / total[:, None]).to(out.dtype.element_ty),
-        mask=mask,
-    )
+    store_heads(
+        mixed / total[:, None], out, out_scales, place, head, dim[None, :], (inner < count)[:, None],
+        padded_rows, queries.dtype.element_ty, NUM_HEADS, HEAD_DIM, QUANTIZED,
+    )  # fmt: skip
 
 
 PREFILL = Kernel(_prefill_attention)
@@ -174,7 +175,7 @@ def prefill_attention(
     rows: RowMetadata,
     chunks: Chunks,
     scale: float,
-    out: Tensor,
+    out: Tensor | Quantized,
     window: int | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
@@ -187,26 +188,28 @@ def prefill_attention(
         rows: where the batch's rows stand.
         chunks: the segments.
         scale: of the scores.
-        out: [num_tokens, num_heads * head_dim], written in the segments' rows.
+        out: [num_tokens, num_heads * head_dim], written in the segments' rows; quantized, a head
+            has one scale.
         window: tokens that a row sees, its own among them; None: all before it.
         tile: another than ``prefill_tile`` chooses.
     """
     keys, values = stored
     num_kv_heads, head_dim = keys.shape[1:]
-    num_heads = out.shape[1] // head_dim
+    target, scales = (out.values, out.scales) if isinstance(out, Quantized) else (out, out)
+    num_heads = target.shape[1] // head_dim
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     tile = tile or prefill_tile(padded_dim, queries.dtype, queries.shape[0])
     parts = QUERIES_AT_ONCE // tile.queries
     PREFILL(
         (num_heads, chunks.tile_rows.shape[0] * parts),
         (
-            queries, keys, values, out,
+            queries, keys, values, target, scales,
             chunks.rows, chunks.starts, chunks.counts, chunks.first_blocks, chunks.tile_segments, chunks.tile_rows, rows.blocks,
-            scale * LOG2_E,
+            scale * LOG2_E, scales.shape[1],
         ),
         (
             queries.stride(0), window or 0, num_heads, num_kv_heads, head_dim, padded_dim,
-            parts, tile.queries, tile.keys, BLOCK_TOKENS,
+            parts, tile.queries, tile.keys, BLOCK_TOKENS, isinstance(out, Quantized),
         ),
         warps=tile.warps,
         stages=tile.stages,

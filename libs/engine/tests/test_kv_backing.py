@@ -1,0 +1,216 @@
+"""KV in chunks over the fake driver: what goes back ends on borders, quiet growth goes layer by
+layer, and every layer has what the books say.
+"""
+
+import pytest
+import torch
+from fake_cuda import MIB, FakeCuda, fake_cuda
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pilotlight.engine.core.layout import SlotLayout
+from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.device.kv_backing import KvBacking
+from pilotlight.engine.errors import NoRoom
+
+LAYERS, CHUNK_BYTES = 3, 128 * MIB
+BLOCKS = 64
+"""In one granule of a layer's keys."""
+ROW_BYTES = 2 * MIB // BLOCKS // 16
+CUDA_OUT_OF_MEMORY = 2
+
+
+@pytest.fixture
+def fake() -> FakeCuda:
+    found = fake_cuda()
+    found.reset()
+    return found
+
+
+class Kv:
+    """Backing over an arena of its own."""
+
+    def __init__(self, fake, chunk_bytes=CHUNK_BYTES):
+        self.arena = CudaArena(
+            0, driver=fake.path, device=torch.device("cpu"), num_slots=1, slot_bytes=64 << 30
+        )
+        self.slot = self.arena.open_slot()
+        self.layout = SlotLayout(
+            [{"one": (8,)}] * (LAYERS + 2),
+            LAYERS,
+            ROW_BYTES,
+            2,
+            64 << 30,
+            granule_bytes=2 * MIB,
+            pool_bytes=self.arena.pool_bytes,
+        )
+        self.backing = KvBacking(self.slot, self.layout, 2 * MIB, chunk_bytes)
+        self.backing.add(range(LAYERS))
+
+    def bytes_of(self, num_blocks):
+        return self.layout.kv_bytes(num_blocks, LAYERS, 2 * MIB)
+
+    def mark(self, layer, block, value):
+        place = self.layout.values(layer) + block * 16 * ROW_BYTES
+        self.slot.tensor(place, (64,), torch.uint8).fill_(value)
+
+    def read(self, layer, block):
+        place = self.layout.values(layer) + block * 16 * ROW_BYTES
+        return self.slot.tensor(place, (64,), torch.uint8).unique().tolist()
+
+
+@pytest.fixture
+def kv(fake):
+    made = Kv(fake)
+    yield made
+    made.arena.close()
+
+
+def test_what_was_lent_goes_back_without_a_copy(kv, fake):
+    """Granted 2 granules of a half, lent up to 130 of them in chunks of 32."""
+    kv.backing.resize(2 * BLOCKS)
+    kv.backing.resize(130 * BLOCKS)
+    before = {name: fake.calls(name) for name in ("cuMemRelease", "cuCtxSynchronize")}
+    lent_bytes = kv.arena.backed_bytes - kv.bytes_of(2 * BLOCKS)
+    kv.backing.resize(2 * BLOCKS)
+    assert fake.calls("cuMemRelease") == before["cuMemRelease"], "others may have it at once"
+    assert fake.calls("cuCtxSynchronize") - before["cuCtxSynchronize"] == 1
+    assert kv.arena.idle_bytes == lent_bytes
+    assert kv.arena.driver_calls.moved_bytes == 0
+    assert kv.arena.backed_bytes == kv.bytes_of(2 * BLOCKS)
+
+
+def test_chunks_are_long_but_a_fourth_of_all_at_most(kv):
+    kv.backing.resize(256 * BLOCKS)  # 512 MiB in chunks of 128
+    assert kv.arena.driver_calls.created == 4 * 2 * LAYERS
+    kv.backing.resize(0)
+    kv.backing.resize(64 * BLOCKS)  # 128 MiB: chunks of 64 are short enough
+    assert kv.arena.driver_calls.created == (4 + 2) * 2 * LAYERS
+
+
+def test_a_shrink_ends_on_a_border_unless_that_is_needed(kv):
+    kv.backing.resize(2 * BLOCKS)
+    kv.backing.resize(130 * BLOCKS)
+    rounded = kv.backing.rounded
+    assert rounded(30 * BLOCKS, 0) == 2 * BLOCKS
+    assert rounded(60 * BLOCKS, 0) == 34 * BLOCKS
+    assert rounded(66 * BLOCKS, 0) == 66 * BLOCKS
+    assert rounded(97 * BLOCKS, 66 * BLOCKS + 1) == 97 * BLOCKS
+    assert rounded(BLOCKS, 0) == BLOCKS, "no border is below"
+    assert rounded(500 * BLOCKS, 0) == 500 * BLOCKS
+    kv.backing.resize(100 * BLOCKS)
+    assert rounded(101 * BLOCKS, 0) == 101 * BLOCKS
+    assert rounded(99 * BLOCKS, 0) == 98 * BLOCKS
+
+
+def test_without_chunks_nothing_is_rounded(fake):
+    kv = Kv(fake, chunk_bytes=0)
+    kv.backing.resize(130 * BLOCKS)
+    assert kv.backing.rounded(60 * BLOCKS, 0) == 60 * BLOCKS
+    kv.arena.close()
+
+
+def test_what_stays_of_cut_chunks_keeps_its_contents(kv):
+    kv.backing.resize(64 * BLOCKS)
+    for layer in range(LAYERS):
+        kv.mark(layer, 49 * BLOCKS, layer + 1)
+    kv.backing.resize(50 * BLOCKS)
+    assert kv.arena.driver_calls.moved_bytes == 2 * LAYERS * 18 * 2 * MIB
+    assert [kv.read(layer, 49 * BLOCKS) for layer in range(LAYERS)] == [[1], [2], [3]]
+    assert kv.arena.backed_bytes == kv.arena.physical_bytes == kv.bytes_of(50 * BLOCKS)
+
+
+def test_quiet_growth_gives_room_when_every_layer_has_its_chunk(kv):
+    kv.backing.resize(BLOCKS)
+    target, rooms = 129 * BLOCKS, []
+    for even in range(9, 130, 8):
+        kv.backing.grow_towards(even * BLOCKS, target)
+        rooms.append(kv.backing.num_blocks // BLOCKS)
+        assert kv.arena.backed_bytes <= kv.bytes_of(even * BLOCKS), "never more than was given"
+    assert rooms[-1] == 129
+    assert len(set(rooms)) > 2
+    assert rooms == sorted(rooms)
+    # As many chunks as in one step, of 33 granules at most.
+    assert kv.arena.driver_calls.created == (1 + 4) * 2 * LAYERS
+    kv.backing.resize(BLOCKS)
+    assert kv.arena.driver_calls.moved_bytes == 0
+
+
+def test_what_some_layers_are_ahead_goes_before_anything_else(kv):
+    kv.backing.resize(BLOCKS)
+    kv.backing.grow_towards(23 * BLOCKS, 129 * BLOCKS)
+    ahead = kv.arena.backed_bytes - kv.bytes_of(BLOCKS)
+    assert ahead > 0
+    assert kv.backing.num_blocks == BLOCKS
+    kv.backing.resize(BLOCKS)
+    assert kv.arena.backed_bytes == kv.bytes_of(BLOCKS)
+    kv.backing.grow_towards(23 * BLOCKS, 129 * BLOCKS)
+    kv.backing.resize(20 * BLOCKS)
+    assert kv.arena.backed_bytes == kv.bytes_of(20 * BLOCKS)
+    kv.backing.grow_towards(23 * BLOCKS, 129 * BLOCKS)
+    # There is not as much to be had as was thought: all of it is shared out.
+    kv.backing.grow_towards(33 * BLOCKS, 33 * BLOCKS)
+    assert kv.backing.num_blocks == 33 * BLOCKS
+    assert kv.arena.backed_bytes == kv.bytes_of(33 * BLOCKS)
+
+
+def test_a_quiet_step_that_is_refused_changes_nothing(kv, fake):
+    kv.backing.resize(BLOCKS)
+    kv.backing.grow_towards(23 * BLOCKS, 129 * BLOCKS)
+    held, room = kv.arena.backed_bytes, kv.backing.num_blocks
+    for refused in (1, 2, 3):
+        # Asked again when torch has given back what it keeps.
+        fake.set_memory(fake.used_bytes + (2 * refused - 1) * 33 * 2 * MIB)
+        with pytest.raises(NoRoom):
+            kv.backing.grow_towards(129 * BLOCKS, 129 * BLOCKS)
+        assert (kv.arena.backed_bytes, kv.arena.physical_bytes) == (held, held)
+        assert kv.backing.num_blocks == room
+        fake.reset()
+    kv.backing.grow_towards(129 * BLOCKS, 129 * BLOCKS)
+    assert kv.backing.num_blocks == 129 * BLOCKS
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["resize", "quiet", "round", "extend"]),
+            st.integers(1, 300),
+            st.integers(0, 300),
+        ),
+        max_size=12,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_books_and_memory_agree_whatever_happens(moves):
+    """Sizes are in half granules, so that blocks of a chunk may share one with the next."""
+    fake = fake_cuda()
+    fake.reset()
+    kv = Kv(fake)
+    backing, unit = kv.backing, BLOCKS // 2
+    backing.resize(unit)
+    for layer in range(LAYERS):
+        kv.mark(layer, 0, layer + 1)
+    for move, size, other in moves:
+        before = backing.num_blocks
+        if move == "resize":
+            backing.resize(size * unit)
+            assert backing.num_blocks == size * unit
+        elif move == "quiet":
+            even, target = sorted((size * unit, max(1, other) * unit))
+            held = kv.arena.backed_bytes
+            backing.grow_towards(even, target)
+            assert before <= backing.num_blocks <= max(before, target)
+            assert kv.arena.backed_bytes <= max(held, kv.bytes_of(even))
+        elif move == "round":
+            to = backing.rounded(min(size * unit, before), other)
+            assert to == min(size * unit, before) or max(1, other) <= to < before
+            backing.resize(to)
+        else:
+            backing.remove([LAYERS - 1])
+            backing.add([LAYERS - 1])
+            kv.mark(LAYERS - 1, 0, LAYERS)
+        assert kv.arena.backed_bytes == kv.arena.physical_bytes >= kv.bytes_of(backing.num_blocks)
+        assert [kv.read(layer, 0) for layer in range(LAYERS)] == [[1], [2], [3]]
+    backing.remove(range(LAYERS))
+    assert (kv.arena.backed_bytes, kv.arena.physical_bytes) == (0, 0)
+    kv.arena.close()
