@@ -14,10 +14,12 @@ from pilotlight.common.errors import NoRoom
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.telemetry import (
+    begin_span,
     client_span,
     configure_logging,
     current_traceparent,
     inject,
+    log_request,
     server_span,
     span,
     start_telemetry,
@@ -91,12 +93,34 @@ async def test_spans_form_one_trace(sink: Sink) -> None:
     assert serve.start_at_s <= inner.start_at_s <= inner.end_at_s <= serve.end_at_s
 
 
+async def test_a_span_that_ends_elsewhere_belongs_to_a_sampled_trace(sink: Sink) -> None:
+    assert begin_span("work", SAMPLED) is None, "nothing is traced yet"
+    start_telemetry("test", ServiceSettings(trace_sample_ratio=0.0), sink)
+    assert begin_span("work", "") is None
+    assert begin_span("work", NOT_SAMPLED) is None
+    begun = begin_span("work", SAMPLED, instance_id="inst-1")
+    assert begun is not None
+    assert current_traceparent() == "", "it is current nowhere"
+    begun.end()
+    await until(lambda: sink.spans)
+    (kept,) = sink.spans
+    assert (kept.name, kept.trace_id, kept.parent_id) == ("work", TRACE_ID, SPAN_ID)
+    assert kept.attributes == {"instance_id": "inst-1"}
+
+
 async def test_a_failure_is_kept_although_its_trace_is_not_sampled(sink: Sink) -> None:
     start_telemetry("test", ServiceSettings(trace_sample_ratio=0.0), sink)
     with span("well"):
         pass
-    with with_parent(NOT_SAMPLED), pytest.raises(NoRoom), span("badly"):
-        raise NoRoom("the message may quote a prompt")
+
+    def fail() -> None:
+        with span("badly", tokens=3) as current:
+            assert current_traceparent().split("-")[1::2] == [TRACE_ID, "00"]
+            current.set_attribute("model", "m")
+            raise NoRoom("the message may quote a prompt")
+
+    with with_parent(NOT_SAMPLED), pytest.raises(NoRoom):
+        fail()
     with span("cold"):
         parent = current_traceparent(keep=True)
     with with_parent(parent), span("joined"):
@@ -106,7 +130,31 @@ async def test_a_failure_is_kept_although_its_trace_is_not_sampled(sink: Sink) -
         ("badly", "no_room"),
         ("joined", "ok"),
     ]
+    badly = sink.spans[0]
+    assert (badly.trace_id, badly.parent_id, badly.service) == (TRACE_ID, SPAN_ID, "test")
+    assert badly.attributes == {"tokens": 3, "model": "m"}
+    assert badly.start_at_s <= badly.end_at_s
     assert "quote" not in str(sink.spans)
+
+
+async def test_failures_within_a_trace_that_is_not_sampled_belong_together(sink: Sink) -> None:
+    start_telemetry("test", ServiceSettings(trace_sample_ratio=0.0), sink)
+
+    def fail() -> None:
+        with span("outer"):
+            outer = current_traceparent()
+            with span("inner"):
+                assert current_traceparent() == outer, "its context is that of the first"
+                raise NoRoom("x")
+
+    with pytest.raises(NoRoom):
+        fail()
+    await stop_telemetry()
+    inner, outer = sink.spans
+    assert [inner.name, outer.name] == ["inner", "outer"]
+    assert (inner.trace_id, inner.parent_id) == (outer.trace_id, outer.span_id)
+    assert inner.span_id != outer.span_id
+    assert not outer.parent_id
 
 
 async def test_spans_that_do_not_fit_are_counted(
@@ -171,6 +219,23 @@ async def test_spans_go_to_a_collector_too(sink: Sink) -> None:
     assert b"far and near" in body
     assert b"pilotlight-test" in body
     assert [record.name for record in sink.spans] == ["far and near"]
+
+
+async def test_a_requests_line_is_what_the_logger_would_write(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr("sys.stderr", output)
+    configure_logging("test")
+    with with_parent(SAMPLED):
+        log_request("request done", "request_done", model="m", elapsed_s=0.5)
+        structlog.get_logger().info("request done", action="request_done", model="m", elapsed_s=0.5)
+    straight, logged = (json.loads(line) for line in output.getvalue().splitlines())
+    assert straight.pop("timestamp")[:10] == logged.pop("timestamp")[:10]
+    assert straight == logged
+    configure_logging("test", "warning")
+    log_request("request done", "request_done")
+    assert len(output.getvalue().splitlines()) == 2
 
 
 async def test_log_lines_are_json_with_their_trace(

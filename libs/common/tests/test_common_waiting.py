@@ -10,7 +10,17 @@ from pilotlight.common.clock import ManualClock, SystemClock, wall_offset_s
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.ids import new_request_id, worker_id_of
 from pilotlight.common.settings import read_secret
-from pilotlight.common.waiting import Backoff, Group, cancel_all, every, pause, within, woken
+from pilotlight.common.waiting import (
+    Backoff,
+    Flag,
+    Group,
+    Wake,
+    cancel_all,
+    every,
+    pause,
+    within,
+    woken,
+)
 from pilotlight.policy.ids import NodeId
 
 
@@ -30,12 +40,108 @@ async def test_within_ends_what_takes_too_long() -> None:
 
 
 @pytest.mark.anyio
+async def test_within_goes_on_as_a_plain_await_does() -> None:
+    """Through several waits, with what they raise, and with its result at the end."""
+    seen: list[str] = []
+    broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    broken.set_exception(KeyError("x"))
+
+    async def work() -> str:
+        await asyncio.sleep(0)
+        try:
+            await broken
+        except KeyError:
+            seen.append("raised")
+        await asyncio.sleep(0.001)
+        return "done"
+
+    assert await within(5, work(), "the answer") == "done"
+    assert seen == ["raised"]
+    ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    ready.set_result(7)
+    assert await within(0, ready, "what is there already") == 7
+
+
+@pytest.mark.anyio
+async def test_within_is_cancelled_as_its_task_is() -> None:
+    """What it awaits may clean up meanwhile, and wait for that."""
+    begun, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.set()
+
+    task = asyncio.create_task(within(5, work(), "the answer"))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert cleaned.is_set()
+
+
+@pytest.mark.anyio
+async def test_within_has_no_timer_where_there_is_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> int:
+        return 7
+
+    monkeypatch.setattr(asyncio, "timeout", None)
+    assert await within(5, work(), "the answer") == 7
+
+
+@pytest.mark.anyio
+async def test_a_flag_lets_its_task_go_on() -> None:
+    flag = Flag()
+    assert not flag.is_set()
+    waiting = asyncio.create_task(flag.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    flag.set()
+    assert await waiting
+    assert await flag.wait(), "it stays set"
+    flag.clear()
+    waiting = asyncio.create_task(flag.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+    flag.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+@pytest.mark.anyio
 async def test_woken_says_why_it_returns() -> None:
     event = asyncio.Event()
     assert not await woken(event, 0.001)
     event.set()
     assert await woken(event, 5)
     assert not event.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_wake_says_why_it_returns_and_forgets_it() -> None:
+    wake = Wake()
+    assert not await wake.wait(0.001)
+    wake.set()
+    assert await wake.wait(5)
+    wake.set()
+    wake.clear()
+    assert not await wake.wait(0.0)
+    waiting = asyncio.create_task(wake.wait(5))
+    await asyncio.sleep(0)
+    wake.set()
+    wake.set()
+    assert await waiting
+    cancelled = asyncio.create_task(wake.wait(5))
+    await asyncio.sleep(0)
+    await cancel_all((cancelled,))
+    wake.set()
+    assert await wake.wait(0.0), "what came after a cancelled waiter is for the next one"
 
 
 @pytest.mark.anyio

@@ -15,7 +15,7 @@ from pilotlight.policy.arrivals import (
 from pilotlight.policy.cluster import Copy, DeviceKind, HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.control.starts import slice_for
 from pilotlight.policy.estimates import with_estimates
-from pilotlight.policy.eviction.base import EvictionRules, RoomRequest
+from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, plan_eviction
 from pilotlight.policy.eviction.candidates import (
     MAX_PENALTY_S,
     CandidateFacts,
@@ -170,8 +170,8 @@ def test_a_plan_says_what_its_victims_cost() -> None:
     known = facts(model("a"), model("b"), arrivals=asked(a=20, b=10))
     known = replace(known, since_s={"i-a": 0.0, "i-b": 0.0})
     found = on_device(on("a", "b"), node(), known)
-    plan = Lru().plan(
-        RoomRequest(need_bytes=150, free_bytes=0, now_s=NOW_S), found, EvictionRules()
+    plan = plan_eviction(
+        Lru(), RoomRequest(need_bytes=150, free_bytes=0, now_s=NOW_S), found, EvictionRules()
     )
     assert [victim.model for victim in plan.victims] == ["a", "b"]
     assert [victim.loss for victim in plan.victims] == [pytest.approx(1.2), pytest.approx(0.6)]

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from pilotlight.policy.lanes import LaneJob, next_job, turn_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pilotlight.policy.lanes import (
+    LaneBounds,
+    LaneJob,
+    LaneLoad,
+    admit_job,
+    next_job,
+    turn_of,
+)
 
 
 def job(
@@ -39,6 +49,14 @@ def test_no_owner_has_every_process_for_long_jobs():
     assert next_job([own, other], running, 4) == other
 
 
+def test_a_models_long_jobs_leave_a_process_for_its_short_ones():
+    running = [job(1, long=True)]
+    long, short = job(2, "b", long=True), job(3, "b")
+    assert next_job([long, short], running, 3) == short
+    assert next_job([long], running, 3) is None
+    assert next_job([long], running, 4) == long
+
+
 def test_what_runs_no_models_code_is_bounded_by_its_length_alone():
     assert next_job([job(2, model="")], [job(1, model="")], 2) == job(2, model="")
 
@@ -61,3 +79,28 @@ def test_owners_take_turns():
         order.append(chosen.owner)
     assert order[:5] == ["a", "b", "c", "a", "b"]
     assert turn_of("c", [], now_turn) == now_turn + 1, "an owner that was away has saved nothing up"
+
+
+@given(
+    bounds=st.builds(LaneBounds, jobs=st.integers(1, 50), bytes=st.integers(1, 500)),
+    sizes=st.lists(st.integers(1, 60), max_size=80),
+)
+def test_one_owner_leaves_room_for_the_next(bounds: LaneBounds, sizes: list[int]):
+    held: list[int] = []
+    for size in sizes:
+        own = LaneLoad(jobs=len(held), bytes=sum(held), own_jobs=len(held), own_bytes=sum(held))
+        if admit_job(own, bounds, size):
+            held.append(size)
+    assert len(held) <= max(1, bounds.jobs // 2)
+    assert len(held) <= 1 or sum(held) <= bounds.bytes // 2
+    another = LaneLoad(jobs=len(held), bytes=sum(held), own_jobs=0, own_bytes=0)
+    if bounds.jobs >= 3 and bounds.bytes >= sum(held) + 2:
+        assert admit_job(another, bounds, 1)
+
+
+def test_the_first_job_is_taken_whatever_its_size():
+    nothing = LaneLoad(jobs=0, bytes=0, own_jobs=0, own_bytes=0)
+    assert admit_job(nothing, LaneBounds(jobs=1, bytes=1), 1000)
+    one = replace(nothing, jobs=1, bytes=1)
+    assert not admit_job(one, LaneBounds(jobs=9, bytes=10), 5)
+    assert admit_job(one, LaneBounds(jobs=9, bytes=10), 4)

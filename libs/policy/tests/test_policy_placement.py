@@ -15,7 +15,13 @@ from pilotlight.policy.cluster import (
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Epoch, WorkerId
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
-from pilotlight.policy.placement import PlacementRules, candidates, committed_bytes
+from pilotlight.policy.placement import (
+    PlacementRules,
+    ServiceRules,
+    candidates,
+    committed_bytes,
+    owed_service,
+)
 from pilotlight.policy.plan import InstanceState, Snapshot
 from pilotlight.policy.testing import NOW_S, held, instance, model, node, worker
 
@@ -228,3 +234,46 @@ def test_a_worker_that_does_not_serve_says_nothing_of_what_fits() -> None:
     # What it had is of no use now.
     lost = replace(failed, device=down.device)
     assert reason(lost) == (True, none_serves.format(1))
+
+
+def test_a_stage_that_waits_for_the_others_of_its_group_is_not_evicted() -> None:
+    """It is ready, and has no requests; what its group fetched would be lost."""
+    other = held("other", "g", device_bytes=900)
+    there = worker(memory_bytes=1000, held_stages=(other,))
+    for state in (InstanceState.LOADING, InstanceState.READY):
+        snapshot = Snapshot(
+            now_s=NOW_S,
+            epoch=Epoch(1),
+            models=(model(), model("other")),
+            nodes=(node(),),
+            workers=(there,),
+            instances=(instance("other", "g", state=state, device_bytes=900),),
+        )
+        wanted = model(part_bytes=100)
+        found = candidates(wanted, wanted.spec.whole, snapshot, PlacementRules())
+        assert bool(found.makeable) == (state is InstanceState.READY)
+
+
+def test_what_is_owed_service_is_named_to_the_cache() -> None:
+    """In use, younger than twice what its load took; or still on its way."""
+    young = replace(instance("young", "young", since_s=NOW_S - 5, used_s=NOW_S - 0.1), load_s=10.0)
+    served = replace(young, instance_id=young.instance_id + "-served", load_s=1.0)
+    idle = replace(young, instance_id=young.instance_id + "-idle", last_used_s=NOW_S - 1)
+    starts = instance("starts", "starts", state=InstanceState.LOADING)
+    owed = owed_service((young, served, idle, starts), ServiceRules(), NOW_S)
+    assert owed == ("young", "starts")
+
+
+def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin() -> None:
+    stages = (held("a", "i-a", device_bytes=600), held("b", "i-b", device_bytes=400))
+    models = (model("a", pinned=True), model("b", pinned=True), model("m"))
+    snapshot = Snapshot(
+        now_s=NOW_S,
+        epoch=Epoch(1),
+        models=models,
+        nodes=(node(),),
+        workers=(worker(held_stages=stages),),
+    )
+    found = candidates(models[-1], models[-1].spec.whole, snapshot, PlacementRules())
+    (rejected,) = found.rejected
+    assert "could be freed; unpin a to make room" in rejected.reason

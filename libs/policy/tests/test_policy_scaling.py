@@ -4,13 +4,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.ids import Epoch
+from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
+from pilotlight.policy.cluster import KvLoan
+from pilotlight.policy.ids import Epoch, GatewayId, ModelName
 from pilotlight.policy.instance import SERVING, STARTING
-from pilotlight.policy.model import Model
+from pilotlight.policy.model import Model, Slo
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
-from pilotlight.policy.testing import NOW_S, demand, instance, model
+from pilotlight.policy.testing import NOW_S, demand, held, instance, model, worker
 
 RULES = ScalingRules()
 S = InstanceState
@@ -153,6 +155,30 @@ def test_a_fresh_instance_is_given_time_to_take_the_held_requests() -> None:
     ).starts
 
 
+def test_no_instance_is_started_while_the_kv_of_another_grows() -> None:
+    serves = instance(since_s=NOW_S - 100)
+    loan = KvLoan(wanted_bytes=50, offered_bytes=100, limit_tokens=400)
+    short = replace(held(instance_id=serves.instance_id), kv_capacity_tokens=100, loan=loan)
+    snapshot = Snapshot(
+        now_s=NOW_S,
+        epoch=Epoch(1),
+        models=(model(max_instances=2),),
+        instances=(serves,),
+        demand=(demand(),),
+        workers=(worker(held_stages=(short,)),),
+    )
+    result = plan_scaling(snapshot, RULES)
+    assert not result.starts
+    assert "growing" in result.held[0].reason
+    for grown in (
+        replace(short, kv_capacity_tokens=400),
+        replace(short, loan=replace(loan, lent_bytes=50)),
+        replace(short, loan=KvLoan()),
+    ):
+        after = replace(snapshot, workers=(worker(held_stages=(grown,)),))
+        assert plan_scaling(after, RULES).starts
+
+
 def test_a_cold_start_that_nobody_waits_for_is_cancelled_after_a_while() -> None:
     assert not plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 0.5)], []).drains
     assert plan([model()], [instance(state=S.LOADING, used_s=NOW_S - 1.5)], []).drains
@@ -178,3 +204,39 @@ def test_failed_cold_starts_slow_the_next_ones_down() -> None:
     )
     later = [replace(one, state_since_s=NOW_S - 2) for one in failed]
     assert plan([model()], later, [demand()]).starts
+
+
+def test_requests_that_are_expected_get_their_instances_at_once() -> None:
+    """Twenty wait; two a second come, and a start takes ten seconds."""
+    windows = ArrivalWindows(NOW_S - 100)
+    life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=50.0)
+    windows.hear(life, [], NOW_S - 50, NOW_S - 50)
+    for back in range(20):
+        count = ArrivalCount(model=ModelName("m"), total=2 * (back + 1), idle_s=0.0)
+        windows.hear(life, [count], NOW_S - 19.5 + back, NOW_S)
+    slow = replace(model(max_instances=8), slo=Slo(ttft_ms=10_000, tpot_ms=100))
+    snapshot = Snapshot(
+        now_s=NOW_S + 0.0,
+        epoch=Epoch(1),
+        models=(slow,),
+        demand=(demand(waiting=20),),
+        arrivals=windows.recent(),
+    )
+    rate = windows.recent().burst_per_s(ModelName("m"), NOW_S)
+    assert 1.0 <= rate <= 2.0
+    asked = len(plan_scaling(snapshot, replace(RULES, forecast=True)).starts)
+    assert asked == math.ceil((20 + 10 * rate) / RULES.instance_requests)
+    assert asked > len(plan_scaling(snapshot, RULES).starts) == 2
+    at_rest = replace(snapshot, demand=())
+    assert plan_scaling(at_rest, replace(RULES, forecast=True)) == plan_scaling(at_rest, RULES)
+
+
+def test_old_arrivals_are_no_burst() -> None:
+    """The window of a burst ends after two slots."""
+    windows = ArrivalWindows(0.0)
+    life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=1.0)
+    windows.hear(life, [ArrivalCount(model=ModelName("m"), total=50, idle_s=0.0)], 5.0, 5.0)
+    assert windows.recent().burst_per_s(ModelName("m"), 9.0) == 5.0
+    assert windows.recent().burst_per_s(ModelName("m"), 15.0) == 50 / 15
+    assert windows.recent().burst_per_s(ModelName("m"), 20.0) == 0.0
+    assert windows.recent().burst_per_s(ModelName("other"), 9.0) == 0.0

@@ -1,7 +1,6 @@
 """The cache hears of arrivals, reads estimates, and knows what an eviction costs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ from pilotlight.policy.cluster import DeviceKind, HeldState
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, why_kept
 from pilotlight.policy.eviction.candidates import registered
-from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.ids import Digest, Epoch, GatewayId, InstanceId, ModelName
 from pilotlight.policy.placement import PlacementRules, ServiceRules, evictable_bytes
 from pilotlight.policy.plan import Estimate, Snapshot
@@ -72,28 +71,29 @@ def learned(name: str, load_bytes_per_s: float) -> Estimate:
     )
 
 
-@dataclass(frozen=True)
-class Observing(Lru):
-    """LRU that remembers what it was shown."""
+class Observing(TierPolicies):
+    """Policies that remember what they were told."""
 
-    seen: tuple[Access, ...] = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Access] = []
 
-    def observe(self, accesses: Sequence[Access]) -> "Observing":
-        return replace(self, seen=(*self.seen, *accesses))
+    def on_access(self, access: Access) -> None:
+        self.seen.append(access)
+        super().on_access(access)
 
 
-def test_books_keep_what_the_policy_has_observed() -> None:
-    first = Observing()
-    books = Books(policy=first)
+def test_books_tell_the_policies_of_accesses() -> None:
+    policies = Observing()
+    books = Books(policies=policies)
     books.listen(NOW_S)
     message = told(0.0, m=2)
-    assert books.hear_arrivals(message.life, message.counts, NOW_S + 1) == 2
-    after = books.policy
-    assert isinstance(after, Observing)
-    assert after.seen == (Access(model=ModelName("m"), count=2, at_s=NOW_S + 1),)
-    assert books.hear_arrivals(message.life, message.counts, NOW_S + 2) == 0
-    assert books.policy is after, "it is not asked when nothing is new"
-    assert first.seen == ()
+    told_of = [Access(model=ModelName("m"), count=2, at_s=NOW_S + 1)]
+    assert list(books.hear_arrivals(message.life, message.counts, NOW_S + 1)) == told_of
+    assert policies.seen == told_of
+    assert books.hear_arrivals(message.life, message.counts, NOW_S + 2) == ()
+    assert books.policies is policies
+    assert policies.seen == told_of, "they are not told when nothing is new"
 
 
 def test_candidates_have_the_penalty_of_estimates_and_the_rate_of_arrivals() -> None:

@@ -4,14 +4,18 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from prometheus_client import CollectorRegistry
 from sqlalchemy import URL, create_engine, delete, func, insert, select, update
 from sqlalchemy.pool import NullPool
 
 from pilotlight.cache import room
 from pilotlight.cache.app import build
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.lender import Lender
+from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.repository import CacheRepository, Orphans
-from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.settings import CacheSettings, HostCopies
 from pilotlight.cache.sole import NotSole
 from pilotlight.cache.testing import (
     MEMORY,
@@ -37,6 +41,7 @@ from pilotlight.common.service import Application, Background
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName
+from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.testing import worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -319,8 +324,17 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
             assert not self.shown
 
     rows = Rows()
+    lender = Lender(books, bus, clock, LendingRules())
     maker = room.RoomMaker(
-        books, rows, bus, clock, Background(), EvictionRules(min_residency_s=0.0)
+        books,
+        rows,
+        bus,
+        clock,
+        Background(),
+        EvictionRules(min_residency_s=0.0),
+        lender,
+        Keeper(books, bus, clock, "i", HostCopies.OFF),
+        CacheMeasures(books, CollectorRegistry()),
     )
     await maker.lapse()
     assert list(books.grants) == [expired.grant_id]

@@ -9,11 +9,17 @@ import pytest
 from pilotlight.cache.pool import PublishedCopies
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.waiting import cancel_all
+from pilotlight.policy.cluster import Tier
+from pilotlight.policy.ids import Digest
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.testing import copy, node
 
 pytestmark = pytest.mark.anyio
 KEY = "n0.host.d-a"
+
+
+def unheard(digest: Digest, tier: Tier) -> None:
+    """Hears of copies, and does nothing."""
 
 
 class Written:
@@ -49,7 +55,7 @@ class Written:
 
 async def test_a_copy_is_written_when_its_extent_changes_and_removed_when_it_is_gone() -> None:
     bucket = Written()
-    copies = PublishedCopies(bucket)
+    copies = PublishedCopies(bucket, unheard)
     held = copy("a")
     await copies.follow(node(copies=(held,)))
     await copies.follow(node(copies=(replace(held, idle_s=9.0),)))
@@ -62,7 +68,7 @@ async def test_a_copy_is_written_when_its_extent_changes_and_removed_when_it_is_
 
 async def test_what_could_not_be_written_is_written_with_the_next_report() -> None:
     bucket = Written()
-    copies = PublishedCopies(bucket)
+    copies = PublishedCopies(bucket, unheard)
     bucket.reachable = False
     await copies.follow(node(copies=(copy("a"),)))
     bucket.reachable = True
@@ -77,8 +83,8 @@ async def test_what_could_not_be_written_is_written_with_the_next_report() -> No
 
 async def test_what_an_earlier_cache_left_there_is_removed() -> None:
     bucket = Written()
-    await PublishedCopies(bucket).follow(node(copies=(copy("a"), copy("b"))))
-    copies = PublishedCopies(bucket)
+    await PublishedCopies(bucket, unheard).follow(node(copies=(copy("a"), copy("b"))))
+    copies = PublishedCopies(bucket, unheard)
     sweeping = asyncio.create_task(copies.sweep())
     await bucket.watched.wait()
     await copies.follow(node(copies=(copy("a"),)))
@@ -88,7 +94,7 @@ async def test_what_an_earlier_cache_left_there_is_removed() -> None:
 
 async def test_what_somebody_else_removed_is_written_anew() -> None:
     bucket = Written()
-    copies = PublishedCopies(bucket)
+    copies = PublishedCopies(bucket, unheard)
     sweeping = asyncio.create_task(copies.sweep())
     await bucket.watched.wait()
     await copies.follow(node(copies=(copy("a"),)))
@@ -102,9 +108,20 @@ async def test_what_somebody_else_removed_is_written_anew() -> None:
 
 async def test_an_emptied_bucket_is_filled_after_a_reconnect() -> None:
     bucket = Written()
-    copies = PublishedCopies(bucket)
+    copies = PublishedCopies(bucket, unheard)
     await copies.follow(node(copies=(copy("a"),)))
     bucket.values.clear()
     copies.write_anew()
     await copies.follow(node(copies=(copy("a"),)))
     assert list(bucket.values) == [KEY]
+
+
+async def test_what_an_earlier_cache_wrote_is_known_to_have_been_there() -> None:
+    bucket = Written()
+    await PublishedCopies(bucket, unheard).follow(node(copies=(copy("a"),)))
+    heard: list[tuple[Digest, Tier]] = []
+    copies = PublishedCopies(bucket, lambda digest, tier: heard.append((digest, tier)))
+    sweeping = asyncio.create_task(copies.sweep())
+    await bucket.watched.wait()
+    assert heard == [(Digest("d-a"), Tier.HOST)]
+    await cancel_all([sweeping])

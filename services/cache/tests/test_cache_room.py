@@ -6,15 +6,30 @@ import pytest
 from sqlalchemy import URL, create_engine, delete, func, insert, select
 from sqlalchemy.pool import NullPool
 
-from pilotlight.cache.testing import DEADLINE_S, MEMORY, NODE, Peers, change, heard, reserve, stage
+from pilotlight.cache.app import build
+from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.testing import (
+    DEADLINE_S,
+    MEMORY,
+    NODE,
+    Peers,
+    answers,
+    change,
+    heard,
+    reserve,
+    stage,
+    start,
+    stop,
+)
 from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.errors import HostPoolFull, NoRoom, NoWorker
 from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released
 from pilotlight.common.service import Application
-from pilotlight.common.testing import until
+from pilotlight.common.testing import MakeContext, until
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.testing import copy, node
+from pilotlight.policy.testing import copy, model, node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -66,6 +81,15 @@ async def test_evicts_the_idle_and_spares_the_busy(
     assert [one.instance_id for one in peers.facts.held] == ["young"]
 
 
+async def test_what_is_owed_service_stays(cache: Application, bus: Bus, peers: Peers) -> None:
+    old, young = replace(stage("old", 500), idle_s=60.0), replace(stage("young", 500), idle_s=1.0)
+    await heard(bus, peers, old, young)
+    granted = await reserve(bus, "new", 400, protected=("old",))
+    assert granted.evicted_instances == (InstanceId("young"),)
+    with pytest.raises(NoRoom):
+        await reserve(bus, "next", 500, protected=("old",))
+
+
 async def test_evicts_no_more_than_is_needed(cache: Application, bus: Bus, peers: Peers) -> None:
     """The victims' own grants are still open: their scheduler has not heard of their end."""
     await heard(bus, peers)
@@ -88,6 +112,32 @@ async def test_a_refused_victim_is_replanned_and_in_the_end_there_is_no_room(
     with pytest.raises(NoRoom):
         await reserve(bus, "new", 400)
     assert [one.instance_id for one in peers.facts.held] == ["a"]
+
+
+async def test_all_pinned_and_full_names_what_to_unpin(
+    settings: CacheSettings,
+    make_context: MakeContext,
+    bus: Bus,
+    peers: Peers,
+    module_database: URL,
+) -> None:
+    for one in (model("large", pinned=True), model("small", pinned=True)):
+        row = {"name": one.name, "digest": one.digest, "body": to_row_json(one)}
+        times = {"created_at": func.now(), "updated_at": func.now()}
+        change(module_database, insert(tables.models).values(**row, **times))
+    application = await build(make_context("cache", settings))
+    await start(application)
+    try:
+        await until(lambda: answers(bus))
+        await heard(bus, peers, stage("large", 600), stage("small", 400))
+        with pytest.raises(NoRoom, match="unpin large to make it"):
+            await reserve(bus, "new", 500)
+        with pytest.raises(NoRoom, match="unpin large, small to make it"):
+            await reserve(bus, "new", 700)
+        assert peers.given_up == []
+    finally:
+        await stop(application)
+        change(module_database, delete(tables.models))
 
 
 async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, peers: Peers) -> None:

@@ -7,10 +7,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.lender import Lender
+from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.repository import Orphans
 from pilotlight.cache.room import RoomMaker
+from pilotlight.cache.settings import HostCopies
 from pilotlight.cache.testing import hear
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import DatabaseUnavailable
@@ -19,6 +24,7 @@ from pilotlight.common.service import Background
 from pilotlight.common.testing import until
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.testing import node, worker
 
 pytestmark = pytest.mark.anyio
@@ -60,7 +66,18 @@ class Rig:
         self.rows = Rows()
         self.background = Background()
         rules = EvictionRules(min_residency_s=0.0)
-        self.room = RoomMaker(self.books, self.rows, None, clock, self.background, rules)  # type: ignore[arg-type]
+        lender = Lender(self.books, None, clock, LendingRules())  # type: ignore[arg-type]
+        self.room = RoomMaker(
+            self.books,
+            self.rows,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            clock,
+            self.background,
+            rules,
+            lender,
+            Keeper(self.books, None, clock, "i", HostCopies.OFF),  # type: ignore[arg-type]
+            CacheMeasures(self.books, CollectorRegistry()),
+        )
 
     def reserve(self) -> Coroutine[Any, Any, Reserved]:
         wanted = Reserve(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ async def owner(
             tables.decisions,
             tables.cold_starts,
             tables.estimates,
+            tables.timings,
             tables.models,
             tables.drains,
         ):
@@ -61,6 +63,7 @@ async def new_scheduler(
     make_context: MakeContext,
     database_settings: Callable[[str], DatabaseSettings],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> AsyncGenerator[Callable[[ManualClock], Awaitable[Application]]]:
     started: list[Application] = []
     # A clock that is set forward is no lease that has run out.
@@ -71,6 +74,7 @@ async def new_scheduler(
             nats_url=bus_settings.nats_url,
             prefix=bus_settings.prefix,
             database_url=database_settings("scheduler").database_url,
+            decision_log_dir=tmp_path / "decisions",
         )
         application = await build(
             make_context("scheduler", settings, clock=clock, bus=reconnecting)

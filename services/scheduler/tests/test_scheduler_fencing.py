@@ -100,7 +100,7 @@ async def test_the_board_ends_with_the_lease() -> None:
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    room = RoomClient(said, Epoch(1), term)  # type: ignore[arg-type]
+    room = RoomClient(said, Epoch(1), term, lambda _: ())  # type: ignore[arg-type]
     await room.reserve(one, model(one.model), one.placements[0])
     term.over = True
     with pytest.raises(NotLeader):

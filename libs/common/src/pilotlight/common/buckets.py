@@ -40,7 +40,8 @@ NODES = "nodes"
 WORKERS = "workers"
 LEADER = "leader"
 HEALTH = "health"
-"""Read by no service: written to see whether what is written is stored."""
+"""Written to see whether what is written is stored, by every process under its service's name;
+schedulers read there which reports are understood."""
 
 DEADLINE_S = 3.0
 """For one answer of the server."""

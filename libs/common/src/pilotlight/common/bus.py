@@ -7,6 +7,7 @@ sender still waits, and a message that begins a phase the moment at which it was
 tests wrap it in ``faulty_bus.FaultyBus``, which loses, delays and repeats messages.
 """
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -145,6 +146,7 @@ class Bus(Protocol):
         ...
 
 
+@functools.lru_cache(4096)
 def subject_family(subject: str) -> str:
     """The subject with its version and ids left out: there are few of them, so they name spans and
     edges.

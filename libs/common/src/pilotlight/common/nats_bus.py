@@ -112,7 +112,7 @@ class NatsBus:
     async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
         server = _server_of(settings, user)
         options: dict[str, Any] = {
-            "servers": [server.url],
+            "servers": list(server.urls),
             "name": name,
             "user": server.user,
             "password": server.password,
@@ -216,7 +216,7 @@ class NatsBus:
                     error=error.message,
                 )
                 return
-            with subscribed.listening() as wanted, server_span("", msg.headers, record=False):
+            with subscribed as wanted, server_span("", msg.headers, record=False):
                 if wanted:
                     await hear(listener, message, subject)
 
@@ -287,15 +287,16 @@ class NatsBus:
         if not self._client.is_connected:
             # The word of the break comes a moment after it.
             self._up.clear()
-        try:
-            # While there is no connection nothing is sent: a request that leaves after its deadline
-            # is worse than none.
-            async with asyncio.timeout_at(until_s):
-                await self._up.wait()
-        except TimeoutError as error:
-            raise BusUnavailable(
-                f"NATS cannot be reached, so nobody was asked on {subject}"
-            ) from error
+        if not self._up.is_set():
+            try:
+                # While there is no connection nothing is sent: a request that leaves after its
+                # deadline is worse than none.
+                async with asyncio.timeout_at(until_s):
+                    await self._up.wait()
+            except TimeoutError as error:
+                raise BusUnavailable(
+                    f"NATS cannot be reached, so nobody was asked on {subject}"
+                ) from error
         left_s = max(0.001, until_s - clock.time())
         headers = inject({DEADLINE_HEADER: str(max(1, int(left_s * 1000)))})
         try:
@@ -365,18 +366,26 @@ def bucket_name(prefix: str, name: str) -> str:
 class _Server:
     """Where to connect, and as which user. The URL holds no password: it stands in messages."""
 
-    url: str
+    urls: tuple[str, ...]
     user: str | None
     password: str | None
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+        return ",".join(self.urls)
 
 
 def _server_of(settings: BusSettings, user: str) -> _Server:
     """Credentials in the URL are an operator's own and go first: a server that was not set up by us
     does not know our users.
+
+    Several URLs are those of one cluster; the first one's credentials are for all.
     """
-    parts = urlsplit(settings.nats_url)
-    if parts.username:
-        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        return _Server(bare, unquote(parts.username), unquote(parts.password or ""))
+    urls = [one.strip() for one in settings.nats_url.split(",")]
+    parts = [urlsplit(one) for one in urls]
+    if parts[0].username:
+        bare = [one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in parts]
+        return _Server(tuple(bare), unquote(parts[0].username), unquote(parts[0].password or ""))
     password = settings.password_of(user)
-    return _Server(settings.nats_url, user if password else None, password)
+    return _Server(tuple(urls), user if password else None, password)

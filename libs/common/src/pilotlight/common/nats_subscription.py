@@ -3,8 +3,6 @@ first.
 """
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import nats.errors
@@ -36,15 +34,14 @@ class BusSubscription:
         self._ended = False
         registry.add(self)
 
-    @contextmanager
-    def listening(self) -> Generator[bool]:
+    def __enter__(self) -> bool:
         """Around a listener's call; False once the subscription has ended."""
         self._listener = asyncio.current_task()
         self._idle.clear()
-        try:
-            yield not self._ended
-        finally:
-            self._idle.set()
+        return not self._ended
+
+    def __exit__(self, *_: object) -> None:
+        self._idle.set()
 
     async def end(self) -> None:
         """Take no more; returns when what is being handled has ended, or is cut off after

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nats.errors
-import nats.js.errors
 import structlog
-from nats.aio.client import Client
-from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from pydantic import Field
 
 from pilotlight.common.buckets import (
@@ -30,9 +26,8 @@ from pilotlight.common.buckets import (
     LEADER,
     NODES,
     WORKERS,
-    jetstream,
 )
-from pilotlight.common.errors import BusFull, BusUnavailable, PilotlightError
+from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages import (
     arrivals,
     artifacts,
@@ -48,6 +43,7 @@ from pilotlight.common.messages import (
 )
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.nats_bus import NatsBus, bucket_name
+from pilotlight.common.nats_streams import EVENTS_KEPT_DAYS, ensure_bucket, ensure_events
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import configure_logging
 from pilotlight.policy.ids import GatewayId, NodeId, WorkerId
@@ -58,7 +54,6 @@ SYSTEM = "system"
 """Of the server's own account, with the admin's password: may ask the server how it is."""
 ADMIN = "admin"
 """May do everything; used to make streams and buckets, by no service."""
-EVENTS_KEPT_DAYS = 7.0
 EVENTS_BYTES = 1 << 30
 BUCKETS_BYTES = 256 << 20
 """Far beyond what the last values of all keys take."""
@@ -67,19 +62,6 @@ STORE_BYTES = 64 << 30
 this, also to make one smaller."""
 MEMORY_BYTES = 64 << 20
 """For streams in memory: there are none, only what the server keeps of each watch."""
-DUPLICATES_SEEN_FOR_S = 600
-"""An event that is published again within this time is stored once."""
-_NO_STORAGE = 10047
-"""What the server says when streams may together take more than it has."""
-_OF_EVENTS = (
-    "subjects",
-    "retention",
-    "storage",
-    "discard",
-    "max_age",
-    "max_bytes",
-    "duplicate_window",
-)
 BUCKETS = (GATEWAYS, INSTANCES, COPIES, NODES, WORKERS, LEADER, HEALTH)
 
 
@@ -104,6 +86,13 @@ class StreamSettings(BusSettings):
         "starts. Never less than events and last values may take.",
     )
 
+    nats_replicas: int = Field(
+        default=1,
+        ge=1,
+        le=5,
+        description="On how many servers of a NATS cluster events and last values are kept: 3 in a cluster of three.",
+    )
+
     @property
     def store_bytes(self) -> int:
         """What the server may store on its disk."""
@@ -113,7 +102,8 @@ class StreamSettings(BusSettings):
 _ANY_WORKER = WorkerId("*")
 _ANY_NODE = NodeId("*")
 _ANY_GATEWAY = GatewayId("*")
-_REPORTS = (reports.WORKER_REPORTS, reports.LOADER_REPORTS)
+_REPORTS = (reports.WORKER_REPORTS, reports.LOADER_REPORTS, reports.NODE_REPORTS)
+_WHOLE = reports.whole_subject(_ANY_NODE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +135,7 @@ RIGHTS: dict[str, Rights] = {
             tokens.cancel_subject(_ANY_WORKER),
             tokens.ack_subject(_ANY_WORKER),
             tokens.resend_subject(_ANY_WORKER),
+            _WHOLE,
         ),
         subscribe=(
             tokens.tokens_subject(_ANY_GATEWAY),
@@ -162,6 +153,8 @@ RIGHTS: dict[str, Rights] = {
             room.RESERVE_SUBJECT,
             room.RELEASE_SUBJECT,
             artifacts.FIND_ARTIFACTS_SUBJECT,
+            reports.COALESCE_SUBJECT,
+            _WHOLE,
         ),
         subscribe=(
             demand.DEMAND_SUBJECTS,
@@ -173,10 +166,16 @@ RIGHTS: dict[str, Rights] = {
             *_REPORTS,
         ),
         write=(INSTANCES, LEADER),
-        read=(INSTANCES, LEADER),
+        read=(INSTANCES, LEADER, HEALTH),
     ),
     "cache": Rights(
-        publish=(room.give_up_subject(_ANY_WORKER), room.drop_subject(_ANY_NODE)),
+        publish=(
+            room.give_up_subject(_ANY_WORKER),
+            room.lend_subject(_ANY_WORKER),
+            room.drop_subject(_ANY_NODE),
+            _WHOLE,
+            hold.prefetch_subject(_ANY_NODE),
+        ),
         subscribe=(
             room.RESERVE_SUBJECT,
             room.RELEASE_SUBJECT,
@@ -187,9 +186,16 @@ RIGHTS: dict[str, Rights] = {
         read=(COPIES,),
     ),
     "loader": Rights(
-        publish=(reports.loader_report_subject(_ANY_NODE), phases.PHASES_SUBJECT),
+        publish=(
+            reports.loader_report_subject(_ANY_NODE),
+            reports.node_report_subject(_ANY_NODE),
+            phases.PHASES_SUBJECT,
+        ),
         subscribe=(
+            _WHOLE,
+            reports.COALESCE_SUBJECT,
             hold.node_hold_subject(_ANY_NODE),
+            hold.prefetch_subject(_ANY_NODE),
             room.drop_subject(_ANY_NODE),
             verify.verify_subject(_ANY_NODE),
             verify.verification_subject(_ANY_NODE),
@@ -208,6 +214,7 @@ RIGHTS: dict[str, Rights] = {
         subscribe=(
             hold.worker_hold_subject(_ANY_WORKER),
             room.give_up_subject(_ANY_WORKER),
+            room.lend_subject(_ANY_WORKER),
             tokens.submit_subject(_ANY_WORKER),
             tokens.cancel_subject(_ANY_WORKER),
             tokens.ack_subject(_ANY_WORKER),
@@ -303,62 +310,18 @@ async def ensure_streams(settings: StreamSettings) -> None:
     bus = await NatsBus.connect(settings, user=ADMIN, name="streams")
     try:
         await ensure_events(
-            bus.client, settings.prefix, settings.events_bytes, settings.events_keep_days
+            bus.client,
+            settings.prefix,
+            settings.events_bytes,
+            settings.events_keep_days,
+            settings.nats_replicas,
         )
         for name in BUCKETS:
-            await bus.bucket(name)
+            await ensure_bucket(
+                bus.client, bucket_name(settings.prefix, name), settings.nats_replicas
+            )
     finally:
         await bus.close()
-
-
-async def ensure_events(
-    client: Client, prefix: str, size_bytes: int, keep_days: float = EVENTS_KEPT_DAYS
-) -> None:
-    """Make the stream of events, or make it equal to this release's.
-
-    Args:
-        client: a connection with the right to manage streams.
-        prefix: the installation's, before every subject.
-        size_bytes: beyond it the oldest events go.
-        keep_days: after which an event goes.
-
-    Raises:
-        BusUnavailable: the server did not confirm.
-        BusFull: it has no room for the stream.
-    """
-    config = StreamConfig(
-        name=events_stream(prefix),
-        subjects=[prefix + events.EVENT_SUBJECTS],
-        retention=RetentionPolicy.LIMITS,
-        storage=StorageType.FILE,
-        discard=DiscardPolicy.OLD,
-        max_age=keep_days * 24 * 3600,
-        max_bytes=size_bytes,
-        duplicate_window=DUPLICATES_SEEN_FOR_S,
-    )
-    stream = jetstream(client)
-    try:
-        try:
-            found = (await stream.stream_info(config.name)).config
-            # The server may have no room to promise anew what this stream has already.
-            if any(getattr(found, name) != getattr(config, name) for name in _OF_EVENTS):
-                await stream.update_stream(config)
-        except nats.js.errors.NotFoundError:
-            await stream.add_stream(config)
-    except nats.js.errors.APIError as error:
-        if error.err_code == _NO_STORAGE:
-            raise BusFull(
-                f"NATS has no room for the stream {config.name} of {size_bytes} bytes (PILOTLIGHT_EVENTS_BYTES): its streams may "
-                "together take more than it is told to store (max_file_store, PILOTLIGHT_NATS_STORE_BYTES)"
-            ) from error
-        raise BusUnavailable(f"the stream {config.name} cannot be made: {error}") from error
-    except (nats.errors.Error, TimeoutError, OSError) as error:
-        raise BusUnavailable(f"the stream {config.name} cannot be made: {error!r}") from error
-
-
-def events_stream(prefix: str) -> str:
-    """Name of the stream of events."""
-    return bucket_name(prefix, events.EVENTS_STREAM)
 
 
 def main() -> int:

@@ -61,3 +61,7 @@ class Newest:
             return False
         heard.seq = seq
         return True
+
+    def forget(self, sender: str) -> None:
+        """Whatever it says next is news."""
+        self._heard.pop(sender, None)

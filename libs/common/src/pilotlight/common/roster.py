@@ -11,27 +11,46 @@ One rule for every service that listens.
    started anew since.
 5. A new incarnation of a worker is a new worker: what the old one held is lost.
 6. Nothing else is a death. A report that was overtaken by a later one is left out.
+7. A loader that speaks for its workers (``NodeReport``) is their word, too: each of them is heard
+   with it, but for those that it names as silent. Where the state that it means is not the one
+   that is known here, the node has to be asked.
 
 No I/O and no clock: reports and the time go in, views and losses come out. ``RosterFeed`` connects
 a roster to the bus.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import structlog
+
+from pilotlight.common.errors import MessageUndecodable
+from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.reports import (
+    LOADER_PART,
     LoaderReport,
+    NodeReport,
     WorkerReport,
     loader_report_subject,
     worker_report_subject,
 )
 from pilotlight.common.newest import Newest
+from pilotlight.common.node_state import NodeReader
 from pilotlight.policy.cluster import Liveness, NodeFacts, WorkerView
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.liveness import FORGET_AFTER_S, LAST_WORDS_S, SUSPECT_AFTER_S, liveness_of
 
+log = structlog.get_logger()
+
 Key = TypeVar("Key")
+
+VOUCHED_BEFORE_S = 0.25
+"""A loader's word that nothing has changed is of a moment ago: its worker may have been told
+something since."""
+CONFIRMED_AFTER_S = 0.2
+"""From when a worker was told something to when a state without it shows that it did not hear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +71,8 @@ class News:
     nodes: tuple[NodeId, ...] = ()
     losses: tuple[Loss, ...] = ()
     """Each death once."""
+    unknown: NodeId | None = None
+    """A node whose whole state is not known: it has to be asked."""
 
 
 NOTHING = News()
@@ -99,28 +120,32 @@ class Roster:
         self._newest = Newest()
         self._worker_heard: _ByAge[WorkerId] = _ByAge()
         self._node_heard: _ByAge[NodeId] = _ByAge()
+        self._reader = NodeReader()
+        self._facts_s: dict[NodeId, float] = {}
+        self._expected: dict[WorkerId, float] = {}
         self._declared_dead: dict[WorkerId, float] = {}
         self._listed_dead: dict[NodeId, frozenset[WorkerId]] = {}
 
     # What is heard.
 
-    def hear_worker(self, report: WorkerReport, now_s: float) -> News:
+    def hear_worker(self, report: WorkerReport, now_s: float, age_s: float = 0.0) -> News:
         """Take a worker's report.
 
         Args:
             report: It may come late, or twice.
             now_s: On the receiver's monotonic clock, as everywhere here.
+            age_s: How long ago it was said, by a loader that has it from the worker.
         """
         worker_id = report.facts.worker_id
         self.epoch_seen = max(self.epoch_seen, report.epoch_seen)
-        if not self._newest.is_news(
-            worker_report_subject(worker_id), report.incarnation, report.seq
-        ):
-            return NOTHING
         before = self.workers.get(worker_id)
         restarted = before is not None and before.incarnation != report.incarnation
         declared_s = self._declared_dead.get(worker_id)
         if not restarted and declared_s is not None and now_s - declared_s < LAST_WORDS_S:
+            return NOTHING
+        if not self._newest.is_news(
+            worker_report_subject(worker_id), report.incarnation, report.seq
+        ):
             return NOTHING
         self._declared_dead.pop(worker_id, None)
         self._worker_heard.heard(worker_id, self.listened_s(now_s))
@@ -131,13 +156,17 @@ class Roster:
             heard_s=now_s,
             incarnation=report.incarnation,
             epoch_seen=report.epoch_seen,
+            unchanged_for_s=age_s,
         )
         lost = restarted and before is not None and before.facts.liveness is not Liveness.DEAD
         losses = (Loss(worker_id=worker_id, why="the worker was started anew"),) if lost else ()
         return News(workers=(worker_id,), losses=losses)
 
-    def hear_loader(self, report: LoaderReport, now_s: float) -> News:
-        """Take a loader's report, and its word for workers whose process has ended."""
+    def hear_loader(self, report: LoaderReport, now_s: float, age_s: float = 0.0) -> News:
+        """Take a loader's report, and its word for workers whose process has ended.
+
+        ``age_s``: see ``hear_worker``.
+        """
         node_id = report.facts.node_id
         self.epoch_seen = max(self.epoch_seen, report.epoch_seen)
         if not self._newest.is_news(loader_report_subject(node_id), report.incarnation, report.seq):
@@ -145,6 +174,7 @@ class Roster:
         listed = self._listed_dead.get(node_id, frozenset())
         self._listed_dead[node_id] = frozenset(report.dead_workers)
         self._node_heard.heard(node_id, self.listened_s(now_s))
+        self._facts_s[node_id] = now_s - age_s
         self.nodes[node_id] = (
             report.facts
             if report.facts.liveness is Liveness.ALIVE
@@ -161,6 +191,39 @@ class Roster:
             if self._judge(worker_id, view, Liveness.DEAD):
                 losses.append(Loss(worker_id=worker_id, why="its node's loader saw it end"))
         return News(workers=tuple(ended), nodes=(node_id,), losses=tuple(losses))
+
+    def hear_node(self, report: NodeReport, now_s: float) -> News:
+        """Take what a loader says of its node and of the workers that it speaks for."""
+        word = self._reader.hear(report)
+        if word is None:
+            return NOTHING
+        node_id, told, complete = report.node_id, list[News](), word.complete
+        for key, part in word.parts.items():
+            told.append(self._hear_part(key, bytes(part), report.ages_s.get(key, 0.0), now_s))
+            if WorkerId(key) in self._declared_dead:
+                # Taken for its last words; if it lives all the same, its part is needed later.
+                self._reader.distrust(node_id, key)
+        node = self.nodes.get(node_id)
+        if node is not None and LOADER_PART not in word.parts:
+            self._node_heard.heard(node_id, self.listened_s(now_s))
+            if node.liveness is not Liveness.ALIVE:
+                self.nodes[node_id] = replace(node, liveness=Liveness.ALIVE)
+                told.append(News(nodes=(node_id,)))
+        vouched: list[WorkerId] = []
+        for worker_id in word.workers:
+            if worker_id in report.silent_s or worker_id in word.parts:
+                continue
+            if worker_id not in self.workers:
+                complete = False
+                self._reader.distrust(node_id, worker_id)
+            elif self._vouch(worker_id, now_s, complete=word.complete):
+                vouched.append(worker_id)
+        return News(
+            workers=(*(one for news in told for one in news.workers), *vouched),
+            nodes=tuple(one for news in told for one in news.nodes),
+            losses=tuple(one for news in told for one in news.losses),
+            unknown=None if complete and node is not None else node_id,
+        )
 
     def hear_connection(self, connected: bool, now_s: float) -> None:
         """Take note of whether anything can be heard at all."""
@@ -218,11 +281,49 @@ class Roster:
         """A node by its loader's last report, with the liveness of the last check."""
         return self.nodes.get(node_id)
 
+    def expect(self, worker_ids: Iterable[WorkerId], now_s: float) -> None:
+        """Workers that were told something: that nothing has changed there is news, once."""
+        self._expected.update(dict.fromkeys(worker_ids, now_s))
+
+    def node_facts_s(self, node_id: NodeId) -> float | None:
+        """The time of which ages in a node's facts are; None while the node is not known."""
+        return self._facts_s.get(node_id)
+
     def listened_s(self, now_s: float) -> float:
         """The listening clock: it stands still while nothing can be heard."""
         return (now_s if self.deaf_since_s is None else self.deaf_since_s) - self._unheard_s
 
     # Within.
+
+    def _hear_part(self, key: str, part: bytes, age_s: float, now_s: float) -> News:
+        try:
+            if key == LOADER_PART:
+                return self.hear_loader(decode_json(part, LoaderReport), now_s, age_s)
+            return self.hear_worker(decode_json(part, WorkerReport), now_s, age_s)
+        except MessageUndecodable as error:
+            log.error("part dropped", action="part_undecodable", part=key, error=error.message)
+            return NOTHING
+
+    def _vouch(self, worker_id: WorkerId, now_s: float, *, complete: bool) -> bool:
+        """A loader says that a worker lives; whether that is news."""
+        if worker_id in self._declared_dead:
+            return False
+        self._worker_heard.heard(worker_id, self.listened_s(now_s))
+        view = self.workers[worker_id]
+        at_s = max(view.heard_s, now_s - VOUCHED_BEFORE_S) if complete else view.heard_s
+        revived = view.facts.liveness is not Liveness.ALIVE
+        self.workers[worker_id] = WorkerView(
+            facts=replace(view.facts, liveness=Liveness.ALIVE) if revived else view.facts,
+            heard_s=at_s,
+            incarnation=view.incarnation,
+            epoch_seen=view.epoch_seen,
+            unchanged_for_s=at_s - view.facts_s,
+        )
+        told_s = self._expected.get(worker_id)
+        if told_s is None or at_s - told_s < CONFIRMED_AFTER_S:
+            return revived
+        del self._expected[worker_id]
+        return True
 
     def _judge(self, worker_id: WorkerId, view: WorkerView, liveness: Liveness) -> bool:
         """Give a worker its liveness; whether that is a death."""
@@ -233,6 +334,8 @@ class Roster:
     def _forget_worker(self, worker_id: WorkerId) -> None:
         del self.workers[worker_id]
         del self._worker_heard[worker_id]
+        self._expected.pop(worker_id, None)
+        self._newest.forget(worker_report_subject(worker_id))
         self._declared_dead.pop(worker_id, None)
 
     def _check_nodes(self, listened_s: float) -> tuple[NodeId, ...]:
@@ -244,6 +347,9 @@ class Roster:
                 del self.nodes[node_id]
                 del self._node_heard[node_id]
                 self._listed_dead.pop(node_id, None)
+                self._facts_s.pop(node_id, None)
+                self._reader.forget(node_id)
+                self._newest.forget(loader_report_subject(node_id))
             elif liveness_of(age_s) is facts.liveness:
                 continue
             else:

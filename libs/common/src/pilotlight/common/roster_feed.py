@@ -8,18 +8,25 @@ from pilotlight.common.bus import Bus, Subscription
 from pilotlight.common.clock import Clock
 from pilotlight.common.messages.reports import (
     LOADER_REPORTS,
+    NODE_REPORTS,
     WORKER_REPORTS,
     LoaderReport,
+    NodeReport,
+    TellWhole,
     WorkerReport,
+    whole_subject,
 )
 from pilotlight.common.roster import News, Roster
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import every
+from pilotlight.policy.ids import NodeId
 
 log = structlog.get_logger()
 
 CHECK_INTERVAL_S = 0.1
 """A lost connection and a silent sender are noticed within this time."""
+ASK_AGAIN_S = 0.4
+"""A node that was asked for its whole state has this long: less than to its next report."""
 STALL_S = 0.5
 """A check that is later than this says that this process did not run: whatever was sent to it
 meanwhile lies unread."""
@@ -35,6 +42,7 @@ class RosterFeed:
         self._background = background
         self._subscriptions: list[Subscription] = []
         self._told: list[Callable[[News], None]] = []
+        self._asked_s: dict[NodeId, float] = {}
 
     def on_news(self, callback: Callable[[News], None]) -> None:
         """Call with whatever changes in the roster, after it has."""
@@ -48,6 +56,7 @@ class RosterFeed:
         self._subscriptions = [
             await self._bus.subscribe(WORKER_REPORTS, WorkerReport, self.hear_worker),
             await self._bus.subscribe(LOADER_REPORTS, LoaderReport, self.hear_loader),
+            await self._bus.subscribe(NODE_REPORTS, NodeReport, self.hear_node),
         ]
         self._background.spawn("check the roster", self._check_for_ever())
 
@@ -63,6 +72,19 @@ class RosterFeed:
     async def hear_loader(self, report: LoaderReport) -> None:
         """Take a loader's report."""
         self._tell(self.roster.hear_loader(report, self._clock.monotonic_s()))
+
+    async def hear_node(self, report: NodeReport) -> None:
+        """Take a node's report; ask for all that it has where something is missing here."""
+        now_s = self._clock.monotonic_s()
+        news = self.roster.hear_node(report, now_s)
+        self._tell(news)
+        if news.unknown is None:
+            self._asked_s.pop(report.node_id, None)
+        elif now_s - self._asked_s.get(report.node_id, float("-inf")) >= ASK_AGAIN_S:
+            self._asked_s[report.node_id] = now_s
+            await self._bus.publish(
+                whole_subject(report.node_id), TellWhole(node_id=report.node_id)
+            )
 
     def check(self) -> None:
         """Bring liveness up to now."""

@@ -14,6 +14,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.faults import Faults
+from pilotlight.policy.eviction.choice import POLICIES
+from pilotlight.policy.eviction.tiers import DEFAULT
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -52,7 +54,10 @@ class PilotlightSettings(BaseSettings):
 class BusSettings(PilotlightSettings):
     """How to reach NATS."""
 
-    nats_url: str = Field(default="nats://127.0.0.1:4222", description="URL of the NATS server.")
+    nats_url: str = Field(
+        default="nats://127.0.0.1:4222",
+        description="URL of the NATS server; of several that are one cluster, with commas between them.",
+    )
     prefix: str = Field(
         default="",
         description="Put before every subject and bucket: several systems on one server, as in tests.",
@@ -150,6 +155,34 @@ class DatabaseSettings(PilotlightSettings):
     database_pool_size: int = Field(
         default=5, ge=1, le=100, description="Connections that one service process keeps at most."
     )
+    database_prepares: bool = Field(
+        default=True,
+        description="Let the server keep prepared statements for a connection. False behind a pooler that gives each transaction "
+        "another connection.",
+    )
+
+
+class EvictionSettings(PilotlightSettings):
+    """What goes where there is no room: of the cache, which decides, and of the scheduler, which
+    counts on it. Both need the same values.
+    """
+
+    eviction_policy: str = Field(
+        default=DEFAULT,
+        description="What stays on devices and in host pools: `iam` (what a miss costs, for each byte and second), `pilotlight` (the same "
+        "with a forecast), or a rival: `lru`, `lfu`, `arc`, `srrip`, `gdsf`, `lhd`, `s3-fifo`, `idle-over-cost`, `ttl`, `iam-paper`, "
+        "`iam-window`, `iam-ewma`.",
+    )
+    min_residency_s: float = Field(
+        default=1.0, ge=0, description="A copy younger than this is not evicted."
+    )
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _policy_is_known(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise ValueError(f"there is no policy {value!r}: one of {', '.join(POLICIES)}")
+        return value
 
 
 def checked_endpoint(value: str) -> str:

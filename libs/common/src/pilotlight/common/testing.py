@@ -24,7 +24,7 @@ from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.db.session import service_url
 from pilotlight.common.ids import new_incarnation
 from pilotlight.common.nats_bus import NatsBus, bucket_name
-from pilotlight.common.natsconf import ensure_events
+from pilotlight.common.nats_streams import ensure_events
 from pilotlight.common.service import Background, Context
 from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSettings
 from pilotlight.common.store import ObjectStore

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iter
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pilotlight.common.errors import DeadlineExceeded
 
@@ -32,20 +33,59 @@ def block(seconds: float) -> None:
 
 
 async def within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
-    """Await with a deadline.
+    """Await with a deadline. There is no timer where there is nothing to wait for.
 
     Raises:
         DeadlineExceeded: it took longer; the awaitable is cancelled.
     """
     try:
+        begun = _Begun(awaitable)
+        if begun.ended:
+            return begun.result()
         async with asyncio.timeout(deadline_s):
-            return await awaitable
+            return await begun
     except TimeoutError as error:
         raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s") from error
 
 
+class _Begun(Awaitable[T]):
+    """What is awaited, up to the first thing that it waits for; to be awaited by the same task."""
+
+    __slots__ = ("_result", "_steps", "_waits_for", "ended")
+
+    def __init__(self, awaitable: Awaitable[T]) -> None:
+        self._steps = awaitable.__await__()
+        self._waits_for: object = None
+        self._result: list[T] = []
+        try:
+            self._waits_for = next(self._steps)
+        except StopIteration as end:
+            self._result.append(end.value)
+        self.ended = bool(self._result)
+
+    def result(self) -> T:
+        """Of one that has ended."""
+        return self._result[0]
+
+    def __await__(self) -> Generator[object, object, T]:
+        while True:
+            try:
+                yield self._waits_for
+            except BaseException as error:  # noqa: BLE001 - goes where a plain await would send it
+                step = partial(self._steps.throw, error)
+            else:
+                step = partial(next, self._steps)
+            try:
+                self._waits_for = step()
+            except StopIteration as end:
+                return end.value
+
+
 async def woken(event: asyncio.Event, at_most_s: float) -> bool:
     """Wait for an event and clear it; False when ``at_most_s`` passed first."""
+    if event.is_set():
+        event.clear()
+        return True
     try:
         async with asyncio.timeout(at_most_s):
             await event.wait()
@@ -53,6 +93,81 @@ async def woken(event: asyncio.Event, at_most_s: float) -> bool:
         return False
     event.clear()
     return True
+
+
+class Wake:
+    """As ``woken`` on an event of its own, for one task that waits very often."""
+
+    __slots__ = ("_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        """Something happened."""
+        self._set = True
+        _resolve(self._waiter)
+
+    def clear(self) -> None:
+        """What happened has been seen."""
+        self._set = False
+
+    async def wait(self, at_most_s: float) -> bool:
+        """Wait until something happens and take it for seen; False when ``at_most_s`` passed
+        first.
+        """
+        if not self._set:
+            loop = asyncio.get_running_loop()
+            waiter = self._waiter = loop.create_future()
+            timer = loop.call_later(at_most_s, _resolve, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        happened, self._set = self._set, False
+        return happened
+
+
+class Flag:
+    """As ``asyncio.Event`` for one task that waits: that has room for many, which takes as much
+    memory as all else of a small task.
+    """
+
+    __slots__ = ("_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def is_set(self) -> bool:
+        """It was set, and not cleared since."""
+        return self._set
+
+    def set(self) -> None:
+        """Let the task go on, now or when it waits."""
+        self._set = True
+        _resolve(self._waiter)
+
+    def clear(self) -> None:
+        """Let it wait."""
+        self._set = False
+
+    async def wait(self) -> Literal[True]:
+        """Until it is set."""
+        if not self._set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return True
+
+
+def _resolve(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class Signal:

@@ -1,7 +1,8 @@
 """Whether NATS stores what is written to it.
 
 A server whose disk is full, or was full when it started, answers and delivers as ever; it only
-stores nothing, and says so only to clients that write. What is written here is of no other use.
+stores nothing, and says so only to clients that write. What is written says which reports its
+writer understands (``common/report_style.py``), and is of no other use.
 """
 
 import asyncio
@@ -12,12 +13,16 @@ import structlog
 
 from pilotlight.common.buckets import HEALTH, Bucket
 from pilotlight.common.errors import BusFull, BusUnavailable
+from pilotlight.common.messages.reports import Understands
 from pilotlight.common.waiting import pause
 
 log = structlog.get_logger()
 
 LOOK_S = 2.0
 """Between two looks while all is well."""
+LOOK_ON_NODE_S = 60.0
+"""The same for loaders and workers, of which there are thousands and which only log it."""
+ON_NODES = ("loader", "worker")
 LOOK_AGAIN_S = 0.5
 """While it is not."""
 CONFIRMED_WITHIN_S = 1.5
@@ -41,6 +46,7 @@ class WriteCheck:
     def __init__(self, bus: Writable, user: str) -> None:
         self._bus = bus
         self._user = user
+        self._look_s = LOOK_ON_NODE_S if user in ON_NODES else LOOK_S
         self._rng = random.Random()
         self._denied = False
         self.reason: str | None = None
@@ -79,13 +85,13 @@ class WriteCheck:
             else:
                 failures = 0
                 self._judge(None)
-            await pause((LOOK_AGAIN_S if failures else LOOK_S) * self._rng.uniform(0.5, 1.0))
+            await pause((LOOK_AGAIN_S if failures else self._look_s) * self._rng.uniform(0.5, 1.0))
 
     async def _write(self) -> None:
         bucket = await self._bus.bucket(HEALTH)
         try:
             async with asyncio.timeout(CONFIRMED_WITHIN_S):
-                await bucket.put(self._user, None)
+                await bucket.put(self._user, Understands(node_reports=True))
         except TimeoutError as error:
             raise BusUnavailable(
                 f"no write is confirmed within {CONFIRMED_WITHIN_S:g} s"

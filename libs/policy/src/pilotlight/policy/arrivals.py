@@ -167,6 +167,15 @@ class RecentArrivals:
         began_s = max(self.since_s, (_slot(now_s) - WINDOW_SLOTS + 1) * SLOT_S)
         return self.count(model, now_s) / max(SLOT_S, now_s - began_s)
 
+    def burst_per_s(self, model: ModelName, now_s: float) -> float:
+        """Arrivals of a model a second over the newest slot and the one before it: 10 to 20 s."""
+        known, slot = self.models.get(model), _slot(now_s)
+        if known is None:
+            return 0.0
+        newest = sum(count for at, count in known.slots if at >= slot - 1)
+        began_s = max(self.since_s, (slot - 1) * SLOT_S)
+        return newest / max(SLOT_S, now_s - began_s)
+
     def of(self, models: Collection[ModelName]) -> "RecentArrivals":
         """The same without the models that are not named."""
         named = {model: self.models[model] for model in models if model in self.models}

@@ -37,6 +37,9 @@ class Device:
     granule_bytes: int = 1
     """Memory comes in whole granules of this: each part of a model, and each layer's keys and
     values, take a whole number of them."""
+    memory_bytes_per_s: float = 0.0
+    """What it reads of its own memory, as its engine measured when it came up; 0: that was not
+    measured."""
 
 
 def together(devices: Sequence[Device]) -> Device:
@@ -60,6 +63,7 @@ def together(devices: Sequence[Device]) -> Device:
         memory_bytes=len(devices) * min(device.memory_bytes for device in devices),
         load_bytes_per_s=len(devices) * min(device.load_bytes_per_s for device in devices),
         granule_bytes=len(devices) * max(device.granule_bytes for device in devices),
+        memory_bytes_per_s=len(devices) * min(device.memory_bytes_per_s for device in devices),
     )
 
 
@@ -132,6 +136,24 @@ RESIDENT = frozenset({HeldState.LOADING, HeldState.READY, HeldState.DRAINING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvLoan:
+    """KV of a stage beyond its grant (``policy.lending``): free memory of the device, as far as
+    placing is concerned.
+    """
+
+    lent_bytes: int = 0
+    """What it has."""
+    offered_bytes: int = 0
+    """What the cache lends it, as the worker was told last."""
+    wanted_bytes: int = 0
+    """What its requests want."""
+    most_bytes: int = 0
+    """It can use no more; 0: it takes no loans."""
+    limit_tokens: int = 0
+    """Tokens for which its KV has room when it has grown into its loan; 0: that is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldStage:
     """One stage on one worker, as the worker reports it."""
 
@@ -142,7 +164,7 @@ class HeldStage:
     stage: Stage
     state: HeldState
     device_bytes: int
-    """Parameters and granted KV."""
+    """Parameters and granted KV, without what is lent."""
     in_flight: int = 0
     idle_s: float = 0.0
     """Since its last request ended; 0 while one is in flight."""
@@ -157,6 +179,18 @@ class HeldStage:
     """It loads, and takes requests already: they run as far as its parts are in place."""
     port: int = 0
     """Where its engine listens for the engines of the instance's other stages; 0: nowhere."""
+    loan: KvLoan = KvLoan()
+
+    @property
+    def kv_reach_tokens(self) -> int:
+        """Tokens for which its KV has room, or will have when requests want it."""
+        return max(self.kv_capacity_tokens, self.loan.limit_tokens)
+
+    @property
+    def kv_grows(self) -> bool:
+        """Its requests want more KV than there is, and it is about to have more."""
+        wants = self.loan.wanted_bytes > self.loan.lent_bytes
+        return wants and self.kv_reach_tokens > self.kv_capacity_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +249,17 @@ class WorkerView:
     facts: WorkerFacts
     """With the receiver's judgement of its liveness."""
     heard_s: float
-    """When the report came, on the receiver's monotonic clock."""
+    """When the report came, or the last word that nothing has changed since, on the receiver's
+    monotonic clock."""
     incarnation: str
     epoch_seen: Epoch
+    unchanged_for_s: float = 0.0
+    """How long before ``heard_s`` the facts were those already: ages in them are of that time."""
+
+    @property
+    def facts_s(self) -> float:
+        """The time of which ages in the facts are, on the receiver's monotonic clock."""
+        return self.heard_s - self.unchanged_for_s
 
     def held(self, instance_id: InstanceId) -> HeldStage | None:
         """The stage of an instance, if the worker reports one."""

@@ -4,8 +4,8 @@ The only cost model: policies and the simulator both ask here.
 
 ::
 
-    ready of stage i    init_i + max(fetch_i, load_i)            bytes stream: a part is loaded while the next is fetched
-    TTFT of a group     wait + max over i of (ready_i + sum over j >= i of (prefill_j + hop))
+    ready of stage i    max(fetch_i, context_i + max(load_i, libraries_i, init_i))    bytes stream: loads run beside fetches
+    TTFT of a group     wait + max over i of (ready_i + sum over j >= i of (prefill_j + hop))    whole stages; see through_s
     TPOT of a group     sum over i of (decode_i + hop)           no hop at all when there is one stage
     step of an engine   decode + prompt tokens / prefill rate    one batch: every request in it gets one token
 """
@@ -94,9 +94,10 @@ def step_s(speed: EngineSpeed, prompt_tokens: int) -> float:
 class StageCost:
     """Times of one stage of a cold start, in seconds.
 
-    ParaServe's terms of one server in equation 5. They depart in two places (``stage_cost``): the
-    share of the link takes no heed of deadlines (section 4.2, equations 3 and 4), and the decode
-    time is a bound by the load rate in place of a measured t_d.
+    ParaServe's terms of one server in equation 5, and t_init, which the paper's text names and its
+    equations lack. What ``stage_cost`` makes departs in two places: the share of the link takes no
+    heed of deadlines (section 4.2, equations 3 and 4), and the decode time is a bound by the load
+    rate in place of a measured t_d. ``coldstart`` has both.
     """
 
     fetch_s: float
@@ -104,11 +105,35 @@ class StageCost:
     prefill_s: float
     decode_s: float
     init_s: float = 0.0
+    """What the engine takes beside its parameters, or the restore of an artifact."""
+    context_s: float = 0.0
+    """t_cc + t_cu: before anything can be loaded."""
+    libraries_s: float = 0.0
+    """t_l: beside loading."""
+    streamed_layers: int = 1
+    """Layers that run as soon as they are in place; 1: the stage runs when it is whole."""
 
     @property
     def ready_s(self) -> float:
-        """From dispatch until the stage can run."""
-        return self.init_s + max(self.fetch_s, self.load_s)
+        """From dispatch until all of the stage can run."""
+        beside_s = max(self.load_s, self.libraries_s, self.init_s)
+        return max(self.fetch_s, self.context_s + beside_s)
+
+    def through_s(self, following_s: float = 0.0, fetch_s: float | None = None) -> float:
+        """From dispatch until the first token, as far as this stage alone delays it.
+
+        Layer k is through at max(through of k - 1, arrival of k) + its prefill. Layers of one size
+        arrive at an even pace, so the first or the last of them decides.
+
+        Args:
+            following_s: what comes after this stage's prefill.
+            fetch_s: in the place of its own; None: its own.
+        """
+        fetch_s = self.fetch_s if fetch_s is None else fetch_s
+        layers, slow_s = self.streamed_layers, max(self.libraries_s, self.init_s)
+        first_s = max(fetch_s / layers, self.context_s + max(self.load_s / layers, slow_s))
+        last_s = max(fetch_s, self.context_s + max(self.load_s, slow_s))
+        return max(first_s + self.prefill_s, last_s + self.prefill_s / layers) + following_s
 
 
 def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float = HOP_S) -> float:
@@ -122,8 +147,9 @@ def group_ttft_s(stages: Sequence[StageCost], wait_s: float = 0.0, hop_s: float 
     latest_s = 0.0
     following_s = 0.0
     for stage in reversed(stages):
-        following_s += stage.prefill_s + hop
-        latest_s = max(latest_s, stage.ready_s + following_s)
+        following_s += hop
+        latest_s = max(latest_s, stage.through_s(following_s))
+        following_s += stage.prefill_s
     return wait_s + latest_s
 
 

@@ -3,7 +3,8 @@ delay all others'.
 
 Short jobs go first, and one process is kept for them. Among equals, owners take turns: each job has
 a ``turn`` from when it came, one after the last of its owner's (start-time fair queueing). No model
-has all processes, and no owner all those for long jobs.
+has all processes, and no owner and no model all those for long jobs: with three processes or more,
+a model's short jobs go on beside its long ones.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,39 @@ class LaneJob:
     """Whose foreign code it runs; empty for none."""
     long: bool
     turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLoad:
+    """What waits, as an owner's next job finds it."""
+
+    jobs: int
+    bytes: int
+    own_jobs: int
+    own_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneBounds:
+    """What may wait in all."""
+
+    jobs: int
+    bytes: int
+
+
+def admit_job(load: LaneLoad, bounds: LaneBounds, job_bytes: int) -> bool:
+    """Whether a job of ``job_bytes`` may wait.
+
+    1. Where nothing waits, any job may: what it brings has bounds of its own.
+    2. With it, an owner holds no more, of jobs and of bytes, than all owners leave free: alone it
+       gets half, and the next one finds room, however much one sends.
+    """
+    if not load.jobs:  # 1
+        return True
+    return (  # 2
+        load.own_jobs + 1 <= bounds.jobs - (load.jobs + 1)
+        and load.own_bytes + job_bytes <= bounds.bytes - (load.bytes + job_bytes)
+    )
 
 
 def next_job(
@@ -46,7 +80,9 @@ def _allowed(job: LaneJob, running: Sequence[LaneJob], processes: int) -> bool:
         return False
     if not job.long:
         return True
-    others = [other for other in running if other.long]
-    return len(others) < processes - 1 and sum(other.owner == job.owner for other in others) < max(
-        1, processes - 2
+    others, share = [other for other in running if other.long], max(1, processes - 2)
+    return (
+        len(others) < processes - 1
+        and sum(other.owner == job.owner for other in others) < share
+        and (not job.model or sum(other.model == job.model for other in others) < share)
     )

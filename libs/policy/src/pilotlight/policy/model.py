@@ -20,17 +20,103 @@ class EngineKind(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Element types that a checkpoint may hold and an engine may run."""
+    """Element types that a checkpoint may hold; an engine computes in ``RUN_DTYPES``."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+    FLOAT8 = "float8_e4m3fn"
+    """Of quantized weights alone, which come with scales: see ``Quantization``."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of one element."""
-        return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.value]
+        return _DTYPE_BYTES[self.value]
+
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1}
+
+RUN_DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT64)
+"""Element types that an engine computes in: of activations and KV."""
+
+SCALE_BLOCK = 128
+"""Rows and columns of a weight that share a scale, where scales are by block; as many activations
+of a token share one then."""
+
+
+class ScaleKind(StrEnum):
+    """What of a quantized weight shares a scale."""
+
+    BLOCK = "block"
+    """``SCALE_BLOCK`` rows of as many columns."""
+    CHANNEL = "channel"
+    """One row."""
+    TENSOR = "tensor"
+    """All of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Weights in fp8 (e4m3), as published: every projection of every layer has them; embedding,
+    head, norms, biases and routers do not.
+
+    A weight is its stored value times its scale. Activations are quantized as they come, each token
+    by itself: by groups of ``SCALE_BLOCK`` with scales by block, otherwise as one.
+
+    On a device scales are float32, and one by tensor stands once for each row; weights are as they
+    are stored, whatever the engine computes in.
+    """
+
+    scales: ScaleKind
+    scale_dtype: Dtype
+    """As scales are stored."""
+    scale_suffix: str
+    """``weight_scale_inv`` or ``weight_scale``: what a scale's name has in place of ``weight``."""
+    stored_bytes: tuple[int, ...] = ()
+    """Bytes of each part's quantized weights and their scales in the checkpoint, ..."""
+    placed_bytes: tuple[int, ...] = ()
+    """... and on a device."""
+
+    def covers(self, name: str) -> bool:
+        """Whether a tensor is a quantized weight; by its name in its part or in the checkpoint."""
+        return name.endswith("_proj.weight")
+
+    def scale_of(self, name: str) -> str:
+        """The name of a quantized weight's scale."""
+        return name.removesuffix("weight") + self.scale_suffix
+
+    def is_scale(self, name: str) -> bool:
+        """Whether a tensor is a scale."""
+        return name.endswith(f"_proj.{self.scale_suffix}")
+
+    def stored_scale_shape(self, rows: int, width: int) -> tuple[int, ...]:
+        """Shape of the stored scale of a weight [rows, width]."""
+        match self.scales:
+            case ScaleKind.BLOCK:
+                return (-(-rows // SCALE_BLOCK), -(-width // SCALE_BLOCK))
+            case ScaleKind.CHANNEL:
+                return (rows, 1)
+            case ScaleKind.TENSOR:
+                return (1,)
+
+    def placed_scale_shape(self, rows: int, width: int) -> tuple[int, ...]:
+        """The same on a device."""
+        return (
+            (rows, 1) if self.scales is ScaleKind.TENSOR else self.stored_scale_shape(rows, width)
+        )
+
+    def stored_dtype(self, name: str, dtype: Dtype) -> Dtype:
+        """Element type of a tensor in the checkpoint, where ``dtype`` is that of those that are not
+        quantized.
+        """
+        if self.covers(name):
+            return Dtype.FLOAT8
+        return self.scale_dtype if self.is_scale(name) else dtype
+
+    def placed_dtype(self, name: str, dtype: Dtype) -> Dtype:
+        """Element type of a tensor on a device that computes in ``dtype``."""
+        return Dtype.FLOAT32 if self.is_scale(name) else self.stored_dtype(name, dtype)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -150,6 +236,8 @@ class ModelSpec:
     logit_softcap: float | None = None
     """Logits are bent into (-cap, cap) by cap * tanh(logit / cap)."""
     experts: Experts | None = None
+    quantization: Quantization | None = None
+    """None: every tensor is of ``dtype``; otherwise those are that are not quantized."""
 
     @property
     def whole(self) -> Stage:
@@ -239,8 +327,17 @@ class Model:
 
     def part_device_bytes(self, part: int) -> int:
         """Bytes of one part's parameters on a device, in the dtype that the engine runs in."""
-        return self.spec.part_bytes[part] * self.dtype.size_bytes // self.spec.dtype.size_bytes
+        return self._device_bytes((part,))
 
     def device_bytes(self, stage: Stage) -> int:
         """Bytes of a stage's parameters on a device, in the dtype that the engine runs in."""
-        return self.spec.stage_bytes(stage) * self.dtype.size_bytes // self.spec.dtype.size_bytes
+        return self._device_bytes(self.spec.parts_of(stage))
+
+    def _device_bytes(self, parts: tuple[int, ...]) -> int:
+        spec, quantization = self.spec, self.spec.quantization
+        converted_bytes = sum(spec.part_bytes[part] for part in parts)
+        placed_bytes = 0
+        if quantization is not None:
+            converted_bytes -= sum(quantization.stored_bytes[part] for part in parts)
+            placed_bytes = sum(quantization.placed_bytes[part] for part in parts)
+        return placed_bytes + converted_bytes * self.dtype.size_bytes // spec.dtype.size_bytes

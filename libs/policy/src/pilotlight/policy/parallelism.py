@@ -1,16 +1,18 @@
 """The cold-start scheme: how many workers share a model's first start, which, and with which
 layers.
 
-Today every scheme has one stage (s = 1, w = 1). The signature is that of the full choice: it sees
-estimates, links, copies and the model's SLO, and answers with the workers, their stages and what it
-predicts.
+Without a policy of ``coldstart`` every scheme has one stage, on the worker with the least predicted
+time. With one, its policy chooses workers, stages and sources, for no more stages than its rules
+allow.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import HealthState, WorkerFacts
+from pilotlight.policy.coldstart.chosen import ChoiceRules, KnownStarts, choose_with
+from pilotlight.policy.coldstart.cuts import even_stages
 from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
 from pilotlight.policy.eviction.base import EvictionPlan
 from pilotlight.policy.ids import WorkerId
@@ -30,6 +32,8 @@ class SchemeRules:
     """Bounds of the choice."""
 
     placement: PlacementRules = field(default_factory=PlacementRules)
+    choice: ChoiceRules | None = None
+    """The policy of ``coldstart`` that chooses; None: the least predicted time to first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +84,13 @@ def choose_scheme(
     rules: SchemeRules,
     excluding: frozenset[WorkerId] = frozenset(),
     fleet: Fleet | None = None,
+    known: KnownStarts | None = None,
 ) -> SchemeChoice:
     """Choose how to start a model that has too few instances.
 
-    ParaServe, algorithm 1 (section 4.1), for s = 1 and w = 1: the choice among sizes is not there
-    yet. It departs in rules 3 and 4, which the paper does not have.
+    ParaServe, algorithm 1 (section 4.1), for s = 1 and w = 1, unless the rules name a policy, which
+    then has the choice in the place of rules 2 to 5 (``coldstart.chosen``). It departs in rules 3
+    and 4, which the paper does not have.
 
     Args:
         model: Which is to be started.
@@ -93,6 +99,7 @@ def choose_scheme(
         rules: Bounds of the choice.
         excluding: Workers that have just refused, or are left to others.
         fleet: All workers, in numbers; None: the snapshot's are all.
+        known: What was learned, and the fetches that run; for a policy alone.
 
     1. no worker has room and none can be made: no scheme
     2. predict the time to first token on every candidate
@@ -101,6 +108,10 @@ def choose_scheme(
     5. then the least predicted time to first token; ties by worker id
     """
     whole = model.spec.whole
+    if rules.choice is not None:
+        return _by_policy(
+            model, snapshot, rules, rules.choice, excluding, fleet, known or KnownStarts()
+        )
     found = candidates(model, whole, snapshot, rules.placement, excluding)
     if not found.fitting and not found.makeable:  # 1
         return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected)
@@ -140,6 +151,54 @@ def choose_scheme(
         considered=tuple(one for _, one, _ in ranked[:CONSIDERED]),
         rejected=found.rejected,
         reason="; ".join(notes),
+    )
+
+
+def _by_policy(
+    model: Model,
+    snapshot: Snapshot,
+    rules: SchemeRules,
+    choice: ChoiceRules,
+    excluding: frozenset[WorkerId],
+    fleet: Fleet | None,
+    known: KnownStarts,
+) -> SchemeChoice:
+    """What a policy of ``coldstart`` chooses.
+
+    Args:
+        model: To be started.
+        snapshot: The facts.
+        rules: Bounds of placements.
+        choice: The policy.
+        excluding: Workers that may not be chosen.
+        fleet: All workers, in numbers.
+        known: What was learned, and the fetches that run.
+    """
+    size = min(choice.start.max_stages, model.spec.num_layers)
+    least = min(even_stages(model.spec, size), key=model.device_bytes)
+    found = candidates(model, least, snapshot, rules.placement, excluding)
+    fleet = fleet or Fleet.of(snapshot.workers)
+    if not found.fitting and not found.makeable:
+        return _none(model, fleet, found.rejected)
+    chosen = choose_with(model, (*found.fitting, *found.makeable), snapshot, choice, known)
+    if chosen is None:
+        none = _none(model, fleet, found.rejected)
+        return replace(none, reason=f"{none.reason}, or what runs there would be late")
+    scheme, eviction = chosen.scheme, None
+    if chosen.evicts and scheme.pipeline_size == 1:
+        eviction = eviction_plan(
+            model, model.spec.whole, chosen.candidates[0], snapshot, rules.placement
+        )
+    places = ", ".join(one.worker_id for one in scheme.placements)
+    return SchemeChoice(
+        scheme=scheme,
+        meets_slo=chosen.meets_slo,
+        needs_eviction=chosen.evicts,
+        eviction=eviction,
+        considered=(scheme, *chosen.alternatives),
+        rejected=found.rejected,
+        reason=f"{choice.policy.value}: {places} give the first token in "
+        f"{scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s",
     )
 
 

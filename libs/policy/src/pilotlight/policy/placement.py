@@ -1,12 +1,11 @@
 """Which workers may take a stage of a model, and which may not, and why.
 
-The contention books (pending bytes and deadline of each running fetch, at each node and each
-source) refine the bandwidth that a candidate is given; today a newcomer shares its node's link
-equally with the transfers that are reported there.
+Without a policy of ``coldstart`` a newcomer shares its node's link equally with the transfers that
+are reported there; with one, the books of fetches say what it gets, and whether it may.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
@@ -17,11 +16,12 @@ from pilotlight.policy.eviction.base import (
     EvictionPolicy,
     EvictionRules,
     RoomRequest,
+    plan_eviction,
     why_kept,
 )
 from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
 from pilotlight.policy.eviction.lru import Lru
-from pilotlight.policy.ids import ModelName, WorkerId
+from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Snapshot
@@ -64,7 +64,8 @@ class PlacementRules:
 
     eviction: EvictionRules = field(default_factory=EvictionRules)
     policy: EvictionPolicy = field(default_factory=Lru)
-    """The cache's, as far as it can be known here: without what it has observed."""
+    """The cache's, told of the same accesses and reports. It only orders here, which changes
+    nothing in it."""
     service: ServiceRules = field(default_factory=ServiceRules)
     avoid_after_failure_s: float = 30.0
     """A worker on which the model just failed is taken only when there is no other."""
@@ -163,7 +164,8 @@ def candidates(
             makeable.append(candidate)
         else:  # 7
             reason = f"{least_bytes} bytes are needed, {candidate.free_bytes} are free, {candidate.evictable_bytes} could be freed"
-            rejected.append(Rejection(worker_id=worker.worker_id, reason=reason))
+            advice = _pins_in_the_way(candidate, least_bytes, here, rules)
+            rejected.append(Rejection(worker_id=worker.worker_id, reason=reason + advice))
     return Candidates(fitting=tuple(fitting), makeable=tuple(makeable), rejected=tuple(rejected))
 
 
@@ -291,7 +293,21 @@ def eviction_plan(
     request, found = _eviction(worker, candidate.node, snapshot, rules, misses)
     least_bytes = stage_room(model, stage, worker.device.granule_bytes).least_bytes
     request = replace(request, need_bytes=least_bytes, free_bytes=candidate.free_bytes)
-    return rules.policy.plan(request, found, rules.eviction)
+    return plan_eviction(rules.policy, request, found, rules.eviction)
+
+
+def _pins_in_the_way(
+    candidate: Candidate, least_bytes: int, here: Snapshot, rules: PlacementRules
+) -> str:
+    """What would have to be unpinned for a stage, as the end of a sentence; empty where pins are
+    not all that is in the way.
+    """
+    if not any(model.pinned for model in here.models):
+        return ""
+    request, found = _eviction(candidate.worker, candidate.node, here, rules, None)
+    request = replace(request, need_bytes=least_bytes, free_bytes=candidate.free_bytes)
+    unpin = plan_eviction(rules.policy, request, found, rules.eviction).unpin
+    return f"; unpin {', '.join(unpin)} to make room" if unpin else ""
 
 
 def _eviction(
@@ -303,7 +319,8 @@ def _eviction(
 ) -> tuple[RoomRequest, tuple[EvictionCandidate, ...]]:
     """What the cache would ask of its policy.
 
-    Instances that are owed service are protected: of them the cache knows nothing.
+    Instances that are owed service are protected: a start names them to the cache, which knows
+    nothing of them.
     """
     here = {held.instance_id for held in worker.held}
     known = [
@@ -319,11 +336,24 @@ def _eviction(
         },
         misses=misses,
     )
-    owed = (one.instance_id for one in known if rules.service.is_settling_in(one, snapshot.now_s))
+    owed = owed_service(known, rules.service, snapshot.now_s)
     request = RoomRequest(
         need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=frozenset(owed)
     )
     return request, on_device(worker, node, facts)
+
+
+def owed_service(
+    instances: Iterable[Instance], service: ServiceRules, now_s: float
+) -> tuple[InstanceId, ...]:
+    """Instances that stay whatever they are worth: those that are owed service for their load, and
+    those of which a stage is ready and another still loads.
+    """
+    return tuple(
+        one.instance_id
+        for one in instances
+        if one.state in STARTING or service.is_settling_in(one, now_s)
+    )
 
 
 def _failed_here(

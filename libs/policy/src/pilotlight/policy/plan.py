@@ -3,7 +3,7 @@ at.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
@@ -20,6 +20,7 @@ from pilotlight.policy.ids import (
     WorkerId,
 )
 from pilotlight.policy.model import Model, ModelSpec, Stage
+from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.request import Demand
 
 
@@ -61,6 +62,15 @@ class Placement:
     (``policy.multicast``). Empty: nobody."""
     held: Stage | None = None
     """While its instance consolidates: the range that the worker has already. None: nothing yet."""
+    source: str = ""
+    """Where its node takes what it misses from: another node, its disk, or what the model was
+    registered from. Empty: nothing was missing, or the start did not choose."""
+    fetch_bytes: int = 0
+    """What the node missed when the start was decided; 0: nothing, or that was not counted."""
+    fetch_deadline_s: float | None = None
+    """D of ParaServe, section 4.2: until when its bytes are to be there, on the clock of
+    ``Instance.state_since_s``. None: the start misses its SLO already, so its fetch may not delay
+    others."""
 
     def parts_of(self, spec: ModelSpec) -> tuple[int, ...]:
         """Parts of a model that the node brings for this stage; not those that the worker has
@@ -108,6 +118,23 @@ class Instance:
     def idle_s(self, now_s: float) -> float:
         """Seconds since its last use; 0 while requests are in flight."""
         return 0.0 if self.in_flight > 0 else now_s - self.last_used_s
+
+
+def on_clock(instance: Instance, since_s: float) -> Instance:
+    """An instance whose times are of another process's clock, on this one's.
+
+    Args:
+        instance: As it was written down.
+        since_s: When its state began, on this process's clock. It is taken for not used since.
+    """
+    shift_s = since_s - instance.state_since_s
+    placements = tuple(
+        one
+        if one.fetch_deadline_s is None
+        else replace(one, fetch_deadline_s=one.fetch_deadline_s + shift_s)
+        for one in instance.placements
+    )
+    return replace(instance, state_since_s=since_s, last_used_s=since_s, placements=placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +190,7 @@ class Scheme:
     placements: tuple[Placement, ...]
     predicted_ttft_s: float
     predicted_tpot_s: float
+    predicted_phase_s: Mapping[PhaseName, float] = field(default_factory=dict[PhaseName, float])
+    """Of the longest stage each, of prefill the sum; empty: nothing was predicted of them."""
+    refusal: str = ""
+    """Why what runs forbids it; of schemes that were considered alone."""

@@ -24,6 +24,8 @@ class ScalingRules:
     cancel_after_s: float = 1.0
     """A cold start without a waiting request for this long is cancelled: longer than any gap
     between two demand vectors."""
+    forecast: bool = False
+    """Requests that are expected while a start is under way count with those that wait."""
     failure_pause_s: float = 0.5
     """Pause after a second failed cold start in a row, doubled with each further one. The first is
     tried again at once."""
@@ -84,11 +86,13 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
     3. a cold start without a waiting request drains, down to ``min_instances``
     4. an instance that has been idle for the keep-alive time drains, the longest idle first, down
        to ``min_instances``; a pinned model's stays
-    5. wanted: one instance for every ``instance_requests`` that wait, at least ``min_instances``,
-       at most ``max_instances``; what starts already counts, so one start is under way for each
-       such share of the waiting requests
-    6. no start while an instance that has just become ready takes over the held requests
-    7. no start within the pause that follows failed ones
+    5. wanted: one instance for every ``instance_requests`` that wait, or are expected until it
+       serves (``expected_requests``), at least ``min_instances``, at most ``max_instances``; what
+       starts already counts, so one start is under way for each such share of these requests
+    6. no start while an instance that has just become ready takes over the held requests, or the
+       KV of one that serves grows for them
+    7. no start within the pause that follows failed ones, and one alone until one has served: what
+       cannot start must not be tried by the dozen
     """
     draft = _Draft()
     models = {model.name: model for model in snapshot.models}
@@ -105,10 +109,11 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
         else:
             active[instance.model].append(instance)
     waiting = {demand.model: demand for demand in snapshot.demand if demand.waiting > 0}
+    growing = _growing(snapshot) if waiting else frozenset[InstanceId]()
     for model in snapshot.models:
         demand = waiting.get(model.name)
         left = _shrink(model, active[model.name], demand, snapshot.now_s, rules, draft)
-        _grow(model, left, demand, snapshot, rules, draft)
+        _grow(model, left, demand, growing, snapshot, rules, draft)
     return ScalePlan(starts=tuple(draft.starts), drains=tuple(draft.drains), held=tuple(draft.held))
 
 
@@ -149,10 +154,18 @@ def _shrink(
     return left
 
 
+def _growing(snapshot: Snapshot) -> frozenset[InstanceId]:
+    """Instances whose requests are about to have more KV."""
+    return frozenset(
+        held.instance_id for worker in snapshot.workers for held in worker.held if held.kv_grows
+    )
+
+
 def _grow(
     model: Model,
     left: list[Instance],
     demand: Demand | None,
+    growing: frozenset[InstanceId],
     snapshot: Snapshot,
     rules: ScalingRules,
     draft: _Draft,
@@ -161,7 +174,8 @@ def _grow(
     bounds = model.scaling
     starting = sum(instance.state in STARTING for instance in left)
     waiting = demand.waiting if demand is not None else 0
-    for_demand = math.ceil(waiting / rules.instance_requests) - starting
+    expected = expected_requests(model, snapshot) if rules.forecast and waiting > 0 else 0.0
+    for_demand = math.ceil((waiting + expected) / rules.instance_requests) - starting
     count = min(
         max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left)
     )  # 5
@@ -182,6 +196,11 @@ def _grow(
             Held(model=model.name, reason="an instance that has just become ready takes over")
         )
         return
+    if not for_minimum and any(one.state in SERVING and one.instance_id in growing for one in left):
+        draft.held.append(
+            Held(model=model.name, reason="the KV of an instance that serves is growing")
+        )
+        return
     pause_s = failure_pause_s(model, snapshot, rules)
     if pause_s > 0:  # 7
         draft.held.append(
@@ -191,12 +210,29 @@ def _grow(
             )
         )
         return
+    if failed_starts_s(model, snapshot):
+        count = min(count, max(0, 1 - starting))
     why = (
-        f"{waiting} requests wait"
+        f"{waiting} requests wait" + (f", {expected:.1f} more are expected" if expected else "")
         if for_demand > 0
         else f"at least {bounds.min_instances} instances are asked for"
     )
     draft.starts.extend(Start(model=model.name, reason=why) for _ in range(count))
+
+
+def expected_requests(model: Model, snapshot: Snapshot) -> float:
+    """Requests that come while a start is under way, if they come as they did in the last seconds:
+    the sliding window of ``arrivals``, its newest slots alone, so that a burst is seen at once.
+
+    It is asked for models for which requests wait: no instance of theirs has room.
+
+    Args:
+        model: Which.
+        snapshot: Arrivals, and how long its cold starts took.
+    """
+    known = snapshot.estimates.get(model.name, ())
+    start_s = min((one.cold_ttft_s for one in known), default=model.slo.ttft_ms / 1000)
+    return start_s * snapshot.arrivals.burst_per_s(model.name, snapshot.now_s)
 
 
 def next_change_s(

@@ -1,9 +1,10 @@
 """Wiring of the cache."""
 
-from prometheus_client import CollectorRegistry, Gauge
-
 from pilotlight.cache.books import Books
 from pilotlight.cache.handlers import Handlers
+from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.lender import Lender
+from pilotlight.cache.measures import CacheMeasures, add_metrics
 from pilotlight.cache.pool import PublishedCopies
 from pilotlight.cache.repository import CacheRepository, retention
 from pilotlight.cache.room import RoomMaker
@@ -16,37 +17,37 @@ from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.eviction.base import EvictionRules
-
-
-def add_metrics(books: Books, registry: CollectorRegistry) -> None:
-    """Gauges that read the books when they are scraped."""
-    grants = Gauge("pilotlight_cache_grants", "Grants of room that are open", registry=registry)
-    grants.set_function(lambda: len(books.grants))
-    gateways = Gauge(
-        "pilotlight_cache_arrival_gateways",
-        "Gateways that tell the cache of arrivals",
-        registry=registry,
-    )
-    gateways.set_function(lambda: books.arrivals.gateways)
-    models = Gauge(
-        "pilotlight_cache_arrival_models",
-        "Models of which the cache knows when they were asked for last",
-        registry=registry,
-    )
-    models.set_function(lambda: books.arrivals.models)
+from pilotlight.policy.eviction.tiers import TierPolicies
+from pilotlight.policy.lending import LendingRules
 
 
 async def build(context: Context[CacheSettings]) -> Application:
     """Build the service."""
-    books = Books()
+    books = Books(policies=TierPolicies(context.settings.eviction_policy))
     database = Database(context.settings, "cache", context.clock)
     outbox = Outbox(database, context)
     measure(database, outbox, context.metrics)
     repository = CacheRepository(database)
     rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
-    room = RoomMaker(books, repository, context.bus, context.clock, context.background, rules)
-    copies = PublishedCopies(await context.bus.bucket(COPIES))
-    add_metrics(books, context.metrics)
+    lending = LendingRules(kept_back_share=context.settings.kv_kept_back_share)
+    lender = Lender(books, context.bus, context.clock, lending)
+    measures = CacheMeasures(books, context.metrics)
+    keeper = Keeper(
+        books, context.bus, context.clock, context.incarnation, context.settings.host_copies
+    )
+    room = RoomMaker(
+        books,
+        repository,
+        context.bus,
+        context.clock,
+        context.background,
+        rules,
+        lender,
+        keeper,
+        measures,
+    )
+    copies = PublishedCopies(await context.bus.bucket(COPIES), keeper.had)
+    add_metrics(books, lender, context.metrics)
     pruner = Pruner(
         retention(context.settings),
         database,
@@ -54,6 +55,6 @@ async def build(context: Context[CacheSettings]) -> Application:
         PruneMetrics(context.metrics),
         interval_s=context.settings.prune_interval_s,
     )
-    handlers = Handlers(context, books, repository, room, copies, pruner)
+    handlers = Handlers(context, books, repository, room, lender, keeper, measures, copies, pruner)
     sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)
     return Application(components=[database, outbox, handlers, sole])

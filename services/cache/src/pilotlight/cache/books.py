@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pilotlight.common.roster import News, Roster
-from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
+from pilotlight.policy.arrivals import Access, ArrivalCount, ArrivalWindows, CounterLife
 from pilotlight.policy.cluster import (
     RESIDENT,
     Copy,
+    HeldStage,
     HeldState,
     Liveness,
     NodeFacts,
@@ -22,7 +23,7 @@ from pilotlight.policy.cluster import (
     WorkerFacts,
 )
 from pilotlight.policy.drain import copies_to_strike
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy
+from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.candidates import (
     CandidateFacts,
     MissFacts,
@@ -30,7 +31,8 @@ from pilotlight.policy.eviction.candidates import (
     in_pool,
     on_device,
 )
-from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.eviction.thrash import Thrash, ThrashWatch
+from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.ids import (
     Digest,
     Epoch,
@@ -43,6 +45,7 @@ from pilotlight.policy.ids import (
 )
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.plan import Estimate, Estimates
+from pilotlight.policy.pool import ParameterPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,12 @@ class Books:
     models: Registered = field(default_factory=Registered)
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
     arrivals: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
-    policy: EvictionPolicy = field(default_factory=Lru)
-    """With what it has observed."""
+    policies: TierPolicies = field(default_factory=TierPolicies)
+    """With what they have been told of accesses, and of what came and went."""
+    pool: ParameterPool = field(default_factory=ParameterPool)
+    thrash: ThrashWatch = field(default_factory=ThrashWatch)
+    thrashing: list[Thrash] = field(default_factory=list[Thrash])
+    """Found, and not told yet."""
     grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
     draining: frozenset[NodeId] = frozenset()
     """Nodes that an operator wants to be empty: nothing is granted there, and copies that are not
@@ -96,12 +103,14 @@ class Books:
         self.listening_since_s = now_s
         self.arrivals = ArrivalWindows(now_s)
 
-    def hear_arrivals(self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float) -> int:
-        """Take what a gateway tells of arrivals; how many are new."""
+    def hear_arrivals(
+        self, life: CounterLife, counts: Iterable[ArrivalCount], now_s: float
+    ) -> tuple[Access, ...]:
+        """Take what a gateway tells of arrivals; those that are new."""
         accesses = self.arrivals.hear(life, counts, now_s, self.roster.listened_s(now_s))
-        if accesses:
-            self.policy = self.policy.observe(accesses)
-        return sum(one.count for one in accesses)
+        for access in accesses:
+            self.policies.on_access(access)
+        return accesses
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take note of a leader."""
@@ -118,16 +127,15 @@ class Books:
             )
             held = {one.instance_id for one in stages}
             # The minimum residency is for use: it begins when a stage can be used.
-            self._see(
-                worker_id,
-                [one.instance_id for one in stages if one.state is not HeldState.LOADING],
-                now_s,
-            )
+            loaded = [one for one in stages if one.state is not HeldState.LOADING]
+            self._watch_loads(worker_id, loaded, now_s)
+            self._see(worker_id, [one.instance_id for one in loaded], now_s)
             # A report that was under way when it gave a stage up may still show it; one that does
             # not was made after.
             self._given_up = {
                 (owner, one) for owner, one in self._given_up if owner != worker_id or one in held
             }
+            self._tell_of_worker(worker_id, now_s)
         for node_id in news.nodes:
             facts = self.roster.node(node_id)
             present = {copy.digest for copy in facts.copies} if facts is not None else set[Digest]()
@@ -137,6 +145,31 @@ class Books:
                 for node, digest in self._dropped
                 if node != node_id or digest in present
             }
+            self._tell_of_node(node_id, now_s)
+
+    def _watch_loads(self, worker_id: WorkerId, loaded: list[HeldStage], now_s: float) -> None:
+        known = self._first_seen_s.get(worker_id, {})
+        for one in loaded:
+            found = None if one.instance_id in known else self.thrash.loaded(one.model, now_s)
+            if found is not None:
+                self.thrashing.append(found)
+
+    def _tell_of_worker(self, worker_id: WorkerId, now_s: float) -> None:
+        facts = self.worker(worker_id)
+        self.pool.hear_worker(worker_id, facts)
+        self.policies.hear_worker(
+            worker_id,
+            facts,
+            lambda: self.on_device(facts, now_s) if facts is not None else (),
+            now_s,
+        )
+
+    def _tell_of_node(self, node_id: NodeId, now_s: float) -> None:
+        facts = self.node(node_id)
+        self.pool.hear_node(node_id, facts)
+        self.policies.hear_node(
+            node_id, facts, lambda: self.in_pool(facts, now_s) if facts is not None else (), now_s
+        )
 
     def _see(self, owner: str, present: Collection[str], now_s: float) -> None:
         """Keep since when each thing has been with its owner."""
@@ -261,25 +294,33 @@ class Books:
         given_up = [
             instance_id for owner, instance_id in self._given_up if owner == worker.worker_id
         ]
-        facts = self._facts(worker.worker_id, given_up, now_s)
+        view = self.roster.worker(worker.worker_id)
+        # Ages in what is reported are of the time at which it was first said.
+        aged_s = max(0.0, now_s - view.facts_s) if view is not None else 0.0
+        facts = self._facts(worker.worker_id, given_up, now_s, aged_s)
         return on_device(worker, self.node(worker.node_id), facts)
 
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be dropped from a host pool."""
         dropped = [digest for owner, digest in self._dropped if owner == node.node_id]
-        return in_pool(node, self._facts(node.node_id, dropped, now_s))
+        facts_s = self.roster.node_facts_s(node.node_id)
+        aged_s = max(0.0, now_s - facts_s) if facts_s is not None else 0.0
+        return in_pool(node, self._facts(node.node_id, dropped, now_s, aged_s))
 
-    def _facts(self, owner: str, given_up: Collection[str], now_s: float) -> CandidateFacts:
+    def _facts(
+        self, owner: str, given_up: Collection[str], now_s: float, aged_s: float
+    ) -> CandidateFacts:
         return CandidateFacts(
             now_s=now_s,
+            aged_s=aged_s,
             models=self.models,
             since_s=self._first_seen_s.get(owner, {}),
             given_up=given_up,
             misses=MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent()),
         )
 
-    def strikable(self, node_id: NodeId) -> tuple[Digest, ...]:
-        """Host copies that a node that drains can give up now."""
+    def strikable(self, node_id: NodeId, kept: Collection[Digest] = ()) -> tuple[Digest, ...]:
+        """Host copies that a node that drains can give up now; ``kept`` are being moved."""
         node = self.node(node_id)
         if node is None:
             return ()
@@ -289,7 +330,7 @@ class Books:
         return tuple(
             digest
             for digest in copies_to_strike(node, granted)
-            if (node_id, digest) not in self._dropped
+            if (node_id, digest) not in self._dropped and digest not in kept
         )
 
     def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:

@@ -6,21 +6,26 @@ import structlog
 from prometheus_client import Counter
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.lender import REPEAT_S, Lender
+from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.pool import PublishedCopies
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.ungrown import take_back_growth
 from pilotlight.common.bus import Subscription
 from pilotlight.common.db.retention import Pruner
-from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable
 from pilotlight.common.messages.arrivals import ARRIVAL_SUBJECTS, Arrivals
 from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
 from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import cancel_all, every
+from pilotlight.common.waiting import cancel_all, every, woken
 from pilotlight.policy.eviction.candidates import registered
-from pilotlight.policy.ids import NodeId
+from pilotlight.policy.ids import NodeId, WorkerId
+from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 
@@ -39,6 +44,9 @@ class Handlers:
         books: Books,
         repository: CacheRepository,
         room: RoomMaker,
+        lender: Lender,
+        keeper: Keeper,
+        measures: CacheMeasures,
         copies: PublishedCopies,
         pruner: Pruner,
     ) -> None:
@@ -46,6 +54,13 @@ class Handlers:
         self._books = books
         self._repository = repository
         self._room = room
+        self._lender = lender
+        self._models: tuple[Model, ...] = ()
+        self._keeper = keeper
+        self._measures = measures
+        self._workers: set[WorkerId] = set()
+        """Workers whose loans may not be as they should be."""
+        self._worker_reports = asyncio.Event()
         self._copies = copies
         self._pruner = pruner
         self._feed = RosterFeed(context.bus, context.clock, context.background, books.roster)
@@ -101,6 +116,7 @@ class Handlers:
             self._context.background.spawn("read estimates", self._read_estimates()),
             self._context.background.spawn("copies bucket sweep", self._copies.sweep()),
             self._context.background.spawn("publish copies", self._publish()),
+            self._context.background.spawn("lend", self._lend()),
             self._context.background.spawn("prune old rows", self._pruner.prune_for_ever()),
         ]
 
@@ -115,12 +131,15 @@ class Handlers:
         self._books.follow(news, self._context.clock.monotonic_s())
         self._reported.update(news.nodes)
         self._reports.set()
+        self._workers.update(news.workers)
+        self._worker_reports.set()
 
     async def _on_arrivals(self, message: Arrivals) -> None:
         new = self._books.hear_arrivals(
             message.life, message.counts, self._context.clock.monotonic_s()
         )
-        self._heard.inc(new)
+        self._heard.inc(sum(one.count for one in new))
+        self._measures.heard(new)
 
     async def _publish(self) -> None:
         while True:
@@ -132,6 +151,22 @@ class Handlers:
                 if node is not None:
                     await self._copies.follow(node)
 
+    async def _lend(self) -> None:
+        clock = self._context.clock
+        all_s = clock.monotonic_s()
+        while True:
+            await woken(self._worker_reports, REPEAT_S)
+            if clock.monotonic_s() - all_s >= REPEAT_S:
+                # What a worker did not hear changes no report of it.
+                all_s = clock.monotonic_s()
+                self._workers.update(self._books.roster.workers)
+            workers, self._workers = self._workers, set()
+            for worker_id in workers:
+                try:
+                    await self._lender.hear(worker_id)
+                except BusUnavailable as error:
+                    log.info("loans are told later", action="loans_deferred", error=error.message)
+
     async def _resync(self) -> None:
         self._copies.write_anew()
 
@@ -140,11 +175,35 @@ class Handlers:
             try:
                 await self._read_models()
                 await self._room.lapse()
+                await take_back_growth(self._books, self._repository, self._context.clock)
+                self._measures.follow()
+                await self._keep()
+                await self._tell_of_thrash()
                 await self._room.strike()
             except DatabaseUnavailable as error:
                 log.warning(
                     "books are kept as they are", action="sweep_deferred", error=error.message
                 )
+
+    async def _keep(self) -> None:
+        try:
+            await self._keeper.follow()
+        except BusUnavailable as error:
+            log.info("copies are kept later", action="keeping_deferred", error=error.message)
+
+    async def _tell_of_thrash(self) -> None:
+        """Store what was found; what cannot be stored now is told later."""
+        while self._books.thrashing:
+            found = self._books.thrashing[0]
+            await self._repository.add_thrash(found)
+            self._books.thrashing.pop(0)
+            self._measures.thrashed()
+            log.warning(
+                found.advice,
+                action="thrash",
+                models=list(found.models),
+                reloads_per_hour=found.reloads_per_hour,
+            )
 
     async def _read_estimates(self) -> None:
         async for _ in every(ESTIMATES_INTERVAL_S):
@@ -160,7 +219,9 @@ class Handlers:
     async def _read_models(self) -> None:
         models = await self._repository.models()
         self._books.draining = await self._repository.drains()
-        self._books.models = registered(models)
+        if models is not self._models:
+            self._models = models
+            self._books.models = registered(models)
 
 
 async def _end(subscriptions: list[Subscription]) -> None:

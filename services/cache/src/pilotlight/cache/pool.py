@@ -1,10 +1,13 @@
 """The parameter pool as others see it: the bucket ``copies``, kept by what loaders report."""
 
+from collections.abc import Callable
+
 import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.errors import BusUnavailable
-from pilotlight.policy.cluster import Copy, NodeFacts
+from pilotlight.policy.cluster import Copy, NodeFacts, Tier
+from pilotlight.policy.ids import Digest
 
 log = structlog.get_logger()
 
@@ -12,8 +15,10 @@ log = structlog.get_logger()
 class PublishedCopies:
     """Writes a copy when its extent changed, removes it when its loader no longer has it."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, had: Callable[[Digest, Tier], None]) -> None:
+        """``bucket``: where they are published; ``had`` hears of each that is, or was, there."""
         self._bucket = bucket
+        self._had = had
         self._published: dict[str, tuple[int, ...]] = {}
 
     def write_anew(self) -> None:
@@ -32,6 +37,7 @@ class PublishedCopies:
             # anew.
             self._published.pop(key, None)
         else:
+            self._had(value.digest, value.tier)
             self._published.setdefault(key, value.parts)
 
     async def follow(self, node: NodeFacts) -> None:

@@ -5,18 +5,20 @@ estimates.
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, text
+from sqlalchemy import delete, func, insert, select, text, update
 
 from pilotlight.cache.books import Grant
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import check_sole, wait_for_grants
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json
+from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import Victim
+from pilotlight.policy.eviction.thrash import Thrash
 from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
@@ -46,14 +48,16 @@ class CacheRepository:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._models = ModelRows(lambda row: from_row_json(row["body"], Model))
         self.holder_pid = 0
         """The backend that holds this cache's lock; none does while another cache answers."""
 
     async def models(self) -> tuple[Model, ...]:
-        """Registered models: their pins, and whose digest is whose."""
+        """Registered models: their pins, and whose digest is whose; the same tuple as before when
+        nothing has changed.
+        """
         async with self._database.reading() as connection:
-            rows = await connection.execute(select(tables.models.c.body))
-            return tuple(from_row_json(row.body, Model) for row in rows)
+            return await self._models.read(connection)
 
     async def estimates(self) -> Estimates:
         """What the scheduler has learned of cold starts, by model."""
@@ -80,6 +84,20 @@ class CacheRepository:
                     insert(tables.evictions).values(at=func.now(), subject=digest, **row)
                 )
                 work.emit("copy_evicted", digest, {"node_id": node_id, "for_model": ""})
+
+    async def add_thrash(self, found: Thrash) -> None:
+        """Tell that models take each other's places."""
+        async with self._database.unit_of_work() as work:
+            work.emit(
+                "thrash",
+                found.models[0],
+                {
+                    "models": list(found.models),
+                    "reloads_per_hour": found.reloads_per_hour,
+                    "missing_bytes": found.missing_bytes,
+                    "advice": found.advice,
+                },
+            )
 
     async def leading_epoch(self) -> Epoch:
         """Of the scheduler that took the lease last; 0 when none ever did."""
@@ -154,6 +172,10 @@ class CacheRepository:
                     "penalty_s": victim.penalty_s,
                     "arrivals_per_s": victim.arrivals_per_s,
                     "loss": victim.loss,
+                    "spared": [
+                        {"model": one.model, "size_bytes": one.size_bytes, "loss": one.loss}
+                        for one in victim.spared
+                    ],
                 }
                 await work.connection.execute(
                     insert(tables.evictions).values(
@@ -184,6 +206,33 @@ class CacheRepository:
             over=frozenset(GrantId(row.grant_id) for row in rows if row.ended),
             unwritten=frozenset(GrantId(row.grant_id) for row in rows if row.unwritten),
         )
+
+    async def generations(
+        self, instance_ids: tuple[InstanceId, ...]
+    ) -> dict[InstanceId, Generation]:
+        """Of which generation the rows of instances are."""
+        table = tables.instances
+        found = select(table.c.instance_id, table.c.generation).where(
+            table.c.instance_id.in_(instance_ids)
+        )
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(found)).all()
+        return {InstanceId(row.instance_id): Generation(row.generation) for row in rows}
+
+    async def change_grant(self, grant: Grant) -> None:
+        """Store another size and generation of a grant; one that is not known any more is no
+        error.
+
+        Raises:
+            NotSole: another cache answers by now.
+        """
+        async with self._database.unit_of_work() as work:
+            await check_sole(work.connection, self.holder_pid)
+            await work.connection.execute(
+                update(tables.grants)
+                .where(tables.grants.c.grant_id == grant.grant_id)
+                .values(device_bytes=grant.device_bytes, generation=grant.generation)
+            )
 
     async def end_grants(self, grant_ids: list[GrantId]) -> None:
         """Forget grants; ones that are not known any more are no error."""

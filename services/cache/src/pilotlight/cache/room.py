@@ -6,38 +6,37 @@ One request at a time for each node, so that two grants never count on the same 
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import structlog
 
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.holders import HOLDER_DEADLINE_S, Evicted, Holders
+from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.lender import Lender
+from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     BusUnavailable,
     DeadlineExceeded,
-    HostPoolFull,
     NoRoom,
-    NoWorker,
     StaleCommand,
 )
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
     Drop,
     Dropped,
-    GivenUp,
-    GiveUp,
     Release,
     Released,
     Reserve,
     Reserved,
-    Wanted,
     drop_subject,
-    give_up_subject,
 )
 from pilotlight.common.service import Background
-from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, Victim
+from pilotlight.policy.cluster import Tier
+from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId
 
 log = structlog.get_logger()
@@ -45,17 +44,6 @@ log = structlog.get_logger()
 UNPLANNED_S = 10.0
 """From a grant to the row of its instance: a scheduler that has written none by then has died, or
 has not heard of the grant."""
-HOLDER_DEADLINE_S = 1.0
-MAX_ROUNDS = 4
-"""A holder may refuse a victim that has just become busy: plan again, without it, this often."""
-MAX_HOST_ROUNDS = 12
-"""In a host pool each round also frees a little more, where what is free does not lie in a row."""
-
-
-@dataclass(slots=True)
-class _Evicted:
-    instances: list[Victim] = field(default_factory=list[Victim])
-    copies: list[Victim] = field(default_factory=list[Victim])
 
 
 class RoomMaker:
@@ -69,13 +57,19 @@ class RoomMaker:
         clock: Clock,
         background: Background,
         rules: EvictionRules,
+        lender: Lender,
+        keeper: Keeper,
+        measures: CacheMeasures,
     ) -> None:
         self._books = books
         self._repository = repository
         self._bus = bus
         self._clock = clock
         self._background = background
-        self._rules = rules
+        self._holders = Holders(books, bus, clock, rules, keeper, self._end)
+        self._lender = lender
+        self._keeper = keeper
+        self._measures = measures
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
         """Grants whose rows are under way."""
@@ -107,11 +101,12 @@ class RoomMaker:
                 return Reserved(grant_id=known.grant_id)
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
-            evicted = _Evicted()
-            await self._make_device_room(
+            evicted = Evicted()
+            await self._holders.make_device_room(
                 request, evicted, known.device_bytes if known is not None else 0
             )
-            host_bytes = await self._make_host_room(request, evicted)
+            host_bytes = await self._holders.make_host_room(request, evicted)
+            self._note(evicted)
             grant = Grant(
                 grant_id=new_grant_id(),
                 instance_id=request.instance_id,
@@ -131,6 +126,9 @@ class RoomMaker:
                 f"write {grant.grant_id}", self._write(grant, request, evicted)
             )
             self._writing[grant.grant_id] = writing
+            # The worker gives a newcomer room by itself; this way it has begun.
+            with suppress(BusUnavailable):
+                await self._lender.follow(request.worker_id)
             await self._written(grant.grant_id)
             if known is not None:
                 # Not before: until the row is there, in the place of its own, the stage has what it
@@ -141,6 +139,13 @@ class RoomMaker:
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
                 dropped_copies=tuple(Digest(victim.subject) for victim in evicted.copies),
             )
+
+    def _note(self, evicted: Evicted) -> None:
+        now_s = self._clock.monotonic_s()
+        for victim in evicted.instances:
+            self._books.thrash.evicted(victim.model, victim.size_bytes, now_s)
+        self._measures.evicted(Tier.DEVICE, evicted.instances)
+        self._measures.evicted(Tier.HOST, evicted.copies)
 
     async def release(self, request: Release) -> Released:
         """Forget a grant."""
@@ -194,7 +199,7 @@ class RoomMaker:
         """
         for node_id in sorted(self._books.draining):
             async with self._locks[node_id]:
-                digests = self._books.strikable(node_id)
+                digests = self._books.strikable(node_id, self._keeper.keeps(node_id))
                 if not digests:
                     continue
                 try:
@@ -222,7 +227,7 @@ class RoomMaker:
                     )
                     await self._repository.add_struck(node_id, reply.digests)
 
-    async def _write(self, grant: Grant, request: Reserve, evicted: _Evicted) -> Exception | None:
+    async def _write(self, grant: Grant, request: Reserve, evicted: Evicted) -> Exception | None:
         """Write a grant's row, whatever becomes of its caller; why that failed."""
         victims = [("instance", request.node_id, victim) for victim in evicted.instances]
         victims += [("copy", request.node_id, victim) for victim in evicted.copies]
@@ -261,128 +266,6 @@ class RoomMaker:
         over = [grant_id for grant_id in self._over if grant_id not in self._writing]
         await self._repository.end_grants(over)
         self._over.difference_update(over)
-
-    async def _make_device_room(self, request: Reserve, evicted: _Evicted, held_bytes: int) -> None:
-        """Room beside what the stage has already: ``held_bytes`` of an earlier generation."""
-        for _ in range(MAX_ROUNDS):
-            now_s = self._clock.monotonic_s()
-            worker = self._books.worker(request.worker_id)
-            if worker is None:
-                raise NoWorker(f"worker {request.worker_id} does not report")
-            if request.device_bytes > worker.device.memory_bytes:
-                raise NoWorker(
-                    f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}"
-                )
-            wanted = RoomRequest(
-                need_bytes=max(0, request.device_bytes - held_bytes),
-                free_bytes=self._books.device_free_bytes(worker),
-                now_s=now_s,
-                protected=frozenset({request.instance_id}),
-            )
-            plan = self._books.policy.plan(
-                wanted, self._books.on_device(worker, now_s), self._rules
-            )
-            if not plan.enough:
-                raise NoRoom(
-                    f"no room for {request.model} on {request.worker_id}: {plan.reason}",
-                    retry_after_s=1.0,
-                )
-            if not plan.victims:
-                return
-            message = GiveUp(
-                instance_ids=tuple(InstanceId(victim.subject) for victim in plan.victims)
-            )
-            try:
-                reply = await self._bus.request(
-                    give_up_subject(request.worker_id),
-                    message,
-                    GivenUp,
-                    deadline_s=HOLDER_DEADLINE_S,
-                )
-            except (BusUnavailable, DeadlineExceeded) as error:
-                raise NoWorker(
-                    f"worker {request.worker_id} does not answer: {error.message}"
-                ) from error
-            over = self._books.give_up(request.worker_id, reply.instance_ids)
-            if over:
-                await self._end(over)
-            evicted.instances += [
-                victim for victim in plan.victims if victim.subject in reply.instance_ids
-            ]
-        raise NoRoom(
-            f"no room for {request.model} on {request.worker_id}: its models are in use",
-            retry_after_s=1.0,
-        )
-
-    async def _make_host_room(self, request: Reserve, evicted: _Evicted) -> int:
-        """Bytes that the stage's parts take of the pool, room for which is there now: enough in
-        all, and in a row for each part.
-
-        1. free what is missing
-        2. where the loader finds that the parts do not fit in between the copies that are left,
-           free as much again as the largest part takes, until they do
-        """
-        fits, apart_bytes = False, 0
-        for _ in range(MAX_HOST_ROUNDS):
-            now_s = self._clock.monotonic_s()
-            node = self._books.node(request.node_id)
-            if node is None:
-                raise NoWorker(f"the loader of node {request.node_id} does not report")
-            host_bytes = node.pool_room_bytes(request.host_part_bytes)
-            if host_bytes > node.pool_bytes:
-                raise HostPoolFull(
-                    f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}"
-                )
-            need_bytes = self._books.missing_host_bytes(node, request.digest, host_bytes)
-            free_bytes = self._books.host_free_bytes(node)
-            wanted = RoomRequest(
-                need_bytes=max(need_bytes, free_bytes + apart_bytes)
-                if apart_bytes
-                else need_bytes,  # 2, 1
-                free_bytes=free_bytes,
-                now_s=now_s,
-                protected=frozenset({request.digest}),
-            )
-            plan = self._books.policy.plan(wanted, self._books.in_pool(node, now_s), self._rules)
-            if not plan.enough:
-                where = "in the host pool, in a row" if apart_bytes else "in the host pool"
-                raise HostPoolFull(
-                    f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0
-                )
-            if not plan.victims and (
-                need_bytes == 0 or fits or self._books.is_in_a_row(node, need_bytes, free_bytes)
-            ):
-                return host_bytes
-            reply = await self._drop(request, plan.victims)
-            evicted.copies += [victim for victim in plan.victims if victim.subject in reply.digests]
-            fits = reply.fits
-            apart_bytes = (
-                0 if fits else node.pool_room_bytes((max(request.host_part_bytes, default=1),))
-            )
-        raise HostPoolFull(
-            f"no room for {request.model} in the host pool: its copies are in use",
-            retry_after_s=1.0,
-        )
-
-    async def _drop(self, request: Reserve, victims: tuple[Victim, ...]) -> Dropped:
-        message = Drop(
-            digests=tuple(Digest(victim.subject) for victim in victims),
-            wanted=Wanted(
-                digest=request.digest, parts=request.host_parts, part_bytes=request.host_part_bytes
-            )
-            if request.host_parts
-            else None,
-        )
-        try:
-            reply = await self._bus.request(
-                drop_subject(request.node_id), message, Dropped, deadline_s=HOLDER_DEADLINE_S
-            )
-        except (BusUnavailable, DeadlineExceeded) as error:
-            raise NoWorker(
-                f"the loader of node {request.node_id} does not answer: {error.message}"
-            ) from error
-        self._books.drop(request.node_id, reply.digests)
-        return reply
 
 
 def _grows(known: Grant, request: Reserve) -> bool:

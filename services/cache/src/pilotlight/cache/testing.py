@@ -170,6 +170,7 @@ async def reserve(
     epoch: int = 0,
     parts: tuple[int, ...] | None = None,
     generation: int = 1,
+    protected: tuple[str, ...] = (),
 ) -> Reserved:
     """Ask for room as the scheduler does.
 
@@ -181,6 +182,7 @@ async def reserve(
         epoch: the leader's.
         parts: bytes of each part, in place of ``host``.
         generation: the instance's.
+        protected: instances that are owed service.
     """
     message = Reserve(
         instance_id=InstanceId(instance),
@@ -194,6 +196,7 @@ async def reserve(
         lease_s=30.0,
         epoch=Epoch(epoch),
         generation=Generation(generation),
+        protected=tuple(InstanceId(one) for one in protected),
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=DEADLINE_S)
 

@@ -8,6 +8,7 @@ from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.retention import PruneMetrics
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, NotLeader
+from pilotlight.common.report_style import ReportStyle
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
@@ -56,6 +57,12 @@ async def build(context: Context[SchedulerSettings]) -> Application:
 
     election = Election(lease, lead, world.epoch_seen, context.clock, context.background)
     return Application(
-        components=[database, outbox, listening, election],
+        components=[
+            database,
+            outbox,
+            listening,
+            ReportStyle(context.bus, context.clock, context.background),
+            election,
+        ],
         ready=lambda: election.database_error,
     )

@@ -12,12 +12,13 @@ from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.timings import Timings
+from pilotlight.policy.control.books import Record
 from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.estimates import learn, with_estimates
-from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
-from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.plan import Estimates
 from pilotlight.scheduler.book import Book
@@ -30,8 +31,10 @@ from pilotlight.scheduler.records import (
     readied,
     reported,
     sample_of,
+    stage_sample_of,
 )
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.timing_rows import changed_rows
 
 log = structlog.get_logger()
 
@@ -64,6 +67,9 @@ class ColdStarts:
         self._kept: dict[InstanceId, _Kept] = {}
         self._saving = asyncio.Lock()
         self.estimates: Estimates = {}
+        self.timings = Timings()
+        """Learned from every start; what none has shown goes by size."""
+        self._learned: set[NodeId] = set()
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
@@ -141,9 +147,12 @@ class ColdStarts:
             if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
                 del self._kept[instance_id]
                 if entry is not None:
-                    await self._learn(
-                        kept.record, entry.model, device_kinds.get(entry.instance.lead)
-                    )
+                    await self._learn(kept.record, entry, device_kinds.get(entry.instance.lead))
+
+    def take_learned(self) -> frozenset[NodeId]:
+        """Nodes of which something was learned since the last call."""
+        learned, self._learned = frozenset(self._learned), set()
+        return learned
 
     def record(self, instance_id: InstanceId) -> ColdStart | None:
         """A record that is still kept."""
@@ -162,14 +171,37 @@ class ColdStarts:
             kept.closed_s = self._clock.monotonic_s()
             self._log(record)
 
-    async def _learn(self, record: ColdStart, model: Model, device_kind: DeviceKind | None) -> None:
+    async def _learn(
+        self, record: ColdStart, entry: Record, device_kind: DeviceKind | None
+    ) -> None:
+        model = entry.model
         sample = sample_of(record, model, device_kind) if device_kind is not None else None
         if sample is None:
             return
+        timings = self.timings
+        if len(entry.instance.placements) == 1:
+            stage = stage_sample_of(sample, entry.instance.placements[0], model)
+            timings = timings.learned((stage,))
         estimate = learn(estimate_for(model, sample.device_kind, self.estimates), sample)
-        await self._repository.save_estimate(estimate)
-        # Decisions may still look at the mapping as it was.
+        await self._repository.save_learned(estimate, changed_rows(self.timings, timings))
+        # Decisions may still look at the mappings as they were.
         self.estimates = with_estimates(self.estimates, (estimate,))
+        self._tell_of_slow(timings, entry)
+        self.timings = timings
+        self._learned.update(one.node_id for one in entry.instance.placements)
+
+    def _tell_of_slow(self, timings: Timings, entry: Record) -> None:
+        """Say once that a node's link gives less than that of others."""
+        for one in entry.instance.placements:
+            slow = timings.lags(one.node_id, one.source)
+            if slow and not self.timings.lags(one.node_id, one.source):
+                log.warning(
+                    "a node fetches at less than half of the rate of others",
+                    action="node_slow",
+                    node_id=one.node_id,
+                    source=one.source,
+                    bytes_per_s=timings.rates[one.node_id, one.source].value,
+                )
 
     def _log(self, record: ColdStart) -> None:
         self._metrics.cold_start_finished(record)

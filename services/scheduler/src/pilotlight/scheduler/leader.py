@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -17,18 +17,21 @@ from pilotlight.common.service import Context
 from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.reconcile import drain_of
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import SERVING
+from pilotlight.policy.placement import owed_service
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.scaling import Drain
 from pilotlight.scheduler.announcement import Announcer
 from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
+from pilotlight.scheduler.decision_log import DecisionLog
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
@@ -83,6 +86,14 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
+        self._log = DecisionLog(
+            folder=settings.decision_log_dir,
+            file_bytes=settings.decision_log_file_bytes,
+            keep_bytes=settings.decision_log_bytes,
+            epoch=self._epoch,
+            rules=self._rules,
+            clock=self._clock,
+        )
         self._refusals: list[Refusal] = []
         self._got_room: list[ModelName] = []
         self._group = Group()
@@ -93,7 +104,7 @@ class Term:
         epoch."""
         self._shown_after = term_context.world.reconnects
         self._requests = OperatorRequests()
-        self._room = RoomClient(context.bus, self._epoch, self)
+        self._room = RoomClient(context.bus, self._epoch, self, self._owed)
         self.book = Book()
         self.operators = Operators(
             requests=self._requests,
@@ -143,6 +154,13 @@ class Term:
             effects=self,
         )
 
+    def _owed(self, worker_id: WorkerId) -> tuple[InstanceId, ...]:
+        return owed_service(
+            [record.instance for record in self.book.books.on_worker(worker_id)],
+            self._rules.drain.placement.service,
+            self._clock.monotonic_s(),
+        )
+
     async def load(self) -> None:
         """Read the rows: what the last leader intended.
 
@@ -169,6 +187,7 @@ class Term:
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.estimates = stored.estimates
+        self.cold_starts.timings = stored.timings
         log.info(
             "rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows())
         )
@@ -188,6 +207,7 @@ class Term:
                 group.create_task(self._publisher.sweep(), name="instances bucket sweep")
                 group.create_task(self._settle_for_ever(), name="cold starts")
                 group.create_task(self._pruner.prune_for_ever(), name="old rows")
+                group.create_task(self._log.run(), name="decision log")
                 await self._decide_for_ever()
         except* (NotLeader, DatabaseUnavailable, BusUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
@@ -206,11 +226,20 @@ class Term:
     async def _decide_for_ever(self) -> None:
         while True:
             self._wake.clear()
+            began_s = self._clock.monotonic_s()
             self._show_anew()
+            if self._log.begins:
+                # A reader of the file knows nothing from before it.
+                self.book.books = self.book.books.settled()
+                self._memory = replace(self._memory, index=None)
             facts = self._gather()
+            gathered_s = self._clock.monotonic_s()
             plan = tick(facts, self._memory, self._rules)
+            tick_s = self._clock.monotonic_s() - gathered_s
+            self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
+            self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
@@ -252,12 +281,13 @@ class Term:
             awaited=frozenset(one.model for one in held if one.waiting > 0),
             estimates=self.cold_starts.estimates,
             arrivals=world.arrivals.recent(),
+            timings=self.cold_starts.timings,
             drains=world.drains(now_s),
             evict=self._requests.evictions(),
             world_version=world.version,
             refusals=refusals,
             started=got_room,
-            changed=world.take_changed(),
+            changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
         )
 
     async def _apply(self, plan: Plan) -> None:
@@ -274,9 +304,12 @@ class Term:
         for order in plan.start:
             # In the background: asking for room takes a while, and nothing else must wait for it.
             record = self._starter.begin(order)
-            self._group.create_task(self._start(order, record), name=f"start {order.model.name}")
+            starting = self._start(order, record, self._log.place)
+            self._group.create_task(starting, name=f"start {order.model.name}")
         for refused in plan.refuse:
-            await self._starter.refuse(refused)
+            await self._starter.refuse(
+                refused, self._world.models.get(refused.model), self._log.place
+            )
             self._requests.settle_planned(
                 refused.model, None, error_of(refused.code, refused.message)
             )
@@ -293,6 +326,8 @@ class Term:
                 await self._teller.tell_node(node_told, nodes)
             for worker_told in holds.workers:
                 await self._teller.tell_worker(worker_told, nodes, workers)
+            told = (one.worker_id for one in holds.workers)
+            self._world.roster.expect(told, self._clock.monotonic_s())
 
     async def _drain(self, drain: Drain) -> None:
         record = self.book.get(drain.instance_id)
@@ -315,9 +350,9 @@ class Term:
         await self._applier.apply(drain_of(drain), decision)
         self._metrics.decided("drain", "drained" if drain.makes_way_for is None else "made_way")
 
-    async def _start(self, order: StartOrder, record: Record) -> None:
+    async def _start(self, order: StartOrder, record: Record, place: str) -> None:
         try:
-            outcome = await self._starter.start(order, record)
+            outcome = await self._starter.start(order, record, place)
             if isinstance(outcome, Refusal):
                 self._refusals.append(outcome)
             else:

@@ -11,6 +11,10 @@ from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.records import ColdStart
 
 _BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_CONTROL_BUCKETS_S = tuple(
+    one * 1e-3 for one in (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 100, 300, 1000)
+)
+"""Up to the time between two turns, and beyond."""
 
 
 class SchedulerMetrics:
@@ -38,6 +42,13 @@ class SchedulerMetrics:
             "Objects that control looked at, by kind",
             ["kind"],
             registry=registry,
+        )
+        self._control = Histogram(
+            "pilotlight_control_seconds",
+            "What a turn of the leader takes: deciding (tick) and all of it, with rows and commands (turn)",
+            ["step"],
+            registry=registry,
+            buckets=_CONTROL_BUCKETS_S,
         )
         self._decisions = Counter(
             "pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry
@@ -73,6 +84,11 @@ class SchedulerMetrics:
     def waited(self, longest_s: float) -> None:
         """How long the oldest request has waited for a model that is served nowhere."""
         self._longest_wait.set(longest_s)
+
+    def turned(self, tick_s: float, turn_s: float) -> None:
+        """A turn has ended: what its tick took, and all of it."""
+        self._control.labels(step="tick").observe(tick_s)
+        self._control.labels(step="turn").observe(turn_s)
 
     def looked_at(self, visited: Visited) -> None:
         """A tick has looked at objects."""

@@ -10,11 +10,15 @@ from typing import Any
 
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.decayed import Point
+from pilotlight.policy.coldstart.facts import Usual
+from pilotlight.policy.coldstart.timings import StageSample, prompt_operations
 from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of
 from pilotlight.policy.estimates import ColdStartSample
 from pilotlight.policy.ids import DecisionId, Epoch, InstanceId, ModelName
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, Phase, PhaseName
+from pilotlight.policy.plan import Placement
 
 MAX_PHASES = 4096
 """Of one cold start; past it further ones are dropped."""
@@ -34,6 +38,7 @@ class Decision:
     inputs: Any
     """JSON of the slice of the snapshot that the policy saw."""
     outcome: Any
+    """With what was predicted, and the alternatives."""
     reasons: tuple[str, ...]
 
 
@@ -138,6 +143,31 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         fetch_bytes_per_s=rate(model.spec.total_bytes, PhaseName.FETCH),
         load_bytes_per_s=rate(model.device_bytes(model.spec.whole), PhaseName.LOAD),
         prefill_s=seconds.get(PhaseName.PREFILL),
+    )
+
+
+def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model) -> StageSample:
+    """What a start of one stage teaches of its node and its source.
+
+    Args:
+        sample: What it showed.
+        placement: Where it went, and from where its bytes came.
+        model: Of it.
+    """
+    # How long the prompt was is not reported: it is taken for a usual one.
+    tokens = Usual().prompt_tokens
+    fetched_all = placement.source and placement.fetch_bytes == model.spec.total_bytes
+    return StageSample(
+        model=sample.model,
+        device_kind=sample.device_kind,
+        node_id=placement.node_id,
+        load_bytes_per_s=sample.load_bytes_per_s,
+        source=placement.source,
+        fetch_bytes_per_s=sample.fetch_bytes_per_s if fetched_all else None,
+        prefill=Point(tokens, sample.prefill_s) if sample.prefill_s else None,
+        operations_per_s=prompt_operations(model, tokens) / sample.prefill_s
+        if sample.prefill_s
+        else None,
     )
 
 

@@ -1,6 +1,6 @@
 """The scheduler's rows. Reading is free; every write is fenced by the lease."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,18 +11,23 @@ from sqlalchemy.dialects.postgresql import insert
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
+from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import Conflict
+from pilotlight.common.policy_version import policy_version
+from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.ids import DecisionId, InstanceId, ModelName, NodeId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Phase
-from pilotlight.policy.plan import Estimate, Estimates, Instance, InstanceState
+from pilotlight.policy.plan import Estimate, Estimates, Instance, InstanceState, on_clock
+from pilotlight.scheduler.explained import actual_of
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 from pilotlight.scheduler.settings import SchedulerSettings
+from pilotlight.scheduler.timing_rows import Rows, timings_of
 
 log = structlog.get_logger()
 
@@ -66,6 +71,11 @@ def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
             max_rows=settings.decisions_max_rows,
             only=~planned,
         ),
+        Keep(
+            at=tables.timings.c.updated_at,
+            days=settings.timings_keep_days,
+            max_rows=settings.timings_max_rows,
+        ),
         keep_outbox("scheduler", settings),
     )
 
@@ -85,6 +95,7 @@ class Stored:
     instances: tuple[StoredInstance, ...]
     cold_starts: tuple[ColdStart, ...]
     estimates: Estimates
+    timings: Timings
 
 
 class ModelReader:
@@ -92,24 +103,16 @@ class ModelReader:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._rows = ModelRows(lambda row: from_row_json(row["body"], Model))
 
     async def models(self) -> tuple[Model, ...]:
-        """Every registered model.
+        """Every registered model; the same tuple as before when nothing has changed.
 
         Raises:
             DatabaseUnavailable: the database cannot be reached.
         """
         async with self._database.reading() as connection:
-            rows = (
-                (
-                    await connection.execute(
-                        select(tables.models.c.body).order_by(tables.models.c.name)
-                    )
-                )
-                .scalars()
-                .all()
-            )
-        return tuple(from_row_json(body, Model) for body in rows)
+            return await self._rows.read(connection)
 
     async def drains(self) -> dict[NodeId, float]:
         """Nodes that an operator wants to be empty, and seconds since that was asked for, by the
@@ -161,10 +164,14 @@ class SchedulerRepository:
                 await connection.execute(select(starts).where((starts.c.status == "open") | late))
             ).all()
             estimates = (await connection.execute(select(tables.estimates.c.body))).scalars().all()
+            timings = (
+                await connection.execute(select(tables.timings.c.key, tables.timings.c.body))
+            ).all()
         return Stored(
             instances=tuple(one for one in map(self._instance_of, rows) if one is not None),
             cold_starts=tuple(self._cold_start_of(row) for row in open_starts),
             estimates=with_estimates({}, (from_row_json(body, Estimate) for body in estimates)),
+            timings=timings_of((row.key, row.body) for row in timings),
         )
 
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
@@ -249,6 +256,11 @@ class SchedulerRepository:
                 .values(**columns, **({"finished_at": _NOW} if finished else {}))
             )
             if finished:
+                await work.connection.execute(
+                    update(tables.decisions)
+                    .where(tables.decisions.c.decision_id == record.decision_id)
+                    .values(actual=actual_of(record))
+                )
                 data = {
                     "model": record.model,
                     "status": record.status,
@@ -257,8 +269,12 @@ class SchedulerRepository:
                 }
                 work.emit("cold_start_finished", record.instance_id, data)
 
-    async def save_estimate(self, estimate: Estimate) -> None:
+    async def save_learned(self, estimate: Estimate, timings: Rows) -> None:
         """Write what was learned.
+
+        Args:
+            estimate: Of the model.
+            timings: Those that are others than before.
 
         Raises:
             NotLeader: the term is over.
@@ -269,6 +285,17 @@ class SchedulerRepository:
             model=estimate.model, device_kind=estimate.device_kind.value, body=body
         )
         async with self._fence.unit_of_work() as work:
+            if timings:
+                rows = insert(tables.timings).values(
+                    [
+                        {"key": key, "body": value, "updated_at": _NOW}
+                        for key, value in sorted(timings.items())
+                    ]
+                )
+                news = {"body": rows.excluded.body, "updated_at": _NOW}
+                await work.connection.execute(
+                    rows.on_conflict_do_update(index_elements=["key"], set_=news)
+                )
             await work.connection.execute(
                 new.on_conflict_do_update(
                     index_elements=["model", "device_kind"], set_={"body": body}
@@ -287,6 +314,7 @@ class SchedulerRepository:
                 inputs=decision.inputs,
                 outcome=decision.outcome,
                 reasons=list(decision.reasons),
+                policy_version=policy_version(),
             )
         )
 
@@ -325,7 +353,7 @@ class SchedulerRepository:
         since_s = self._clock.monotonic_s() - float(row.age_s)
         # The body's times are of the clock of whichever host led then; the row's age is what holds
         # here.
-        instance = replace(instance, state_since_s=since_s, last_used_s=since_s)
+        instance = on_clock(instance, since_s)
         models: list[dict[str, Any]] = row.inputs["models"] if row.inputs is not None else []
         model = next((one for one in models if one["digest"] == instance.digest), None)
         if model is None:

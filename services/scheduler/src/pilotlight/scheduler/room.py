@@ -1,6 +1,7 @@
 """Asking the cache for room, and giving it back."""
 
 import random
+from collections.abc import Callable
 
 import structlog
 
@@ -15,7 +16,7 @@ from pilotlight.common.messages.room import (
     Reserved,
 )
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.policy.ids import Epoch, GrantId
+from pilotlight.policy.ids import Epoch, GrantId, InstanceId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, Placement
 from pilotlight.scheduler.effects import Effects
@@ -34,8 +35,23 @@ be obeyed."""
 class RoomClient:
     """The scheduler's side of the room edge."""
 
-    def __init__(self, bus: Bus, epoch: Epoch, effects: Effects) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        epoch: Epoch,
+        effects: Effects,
+        owed: Callable[[WorkerId], tuple[InstanceId, ...]],
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            bus: to the cache.
+            epoch: of the leader that asks.
+            effects: whether it still leads.
+            owed: instances on a worker that may not be evicted yet.
+        """
         self._bus = bus
+        self._owed = owed
         self._epoch = epoch
         self._effects = effects
         self._rng = random.Random()
@@ -64,6 +80,7 @@ class RoomClient:
             lease_s=GRANT_LEASE_S,
             epoch=self._epoch,
             generation=instance.generation,
+            protected=self._owed(placement.worker_id),
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:

@@ -1,12 +1,15 @@
 """Settings of the scheduler."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from pilotlight.common.db.retention import PruneSettings
-from pilotlight.common.settings import DatabaseSettings, ServiceSettings
+from pilotlight.common.settings import DatabaseSettings, EvictionSettings, ServiceSettings
+from pilotlight.policy.coldstart.policies import StartPolicy
 
 
-class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
+class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, PruneSettings):
     """What the scheduler needs."""
 
     instance_requests: int = Field(
@@ -25,8 +28,25 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
         ge=0,
         description="An instance serves for at least this multiple of what its load took, at most 60 s, before it makes room for others.",
     )
-    min_residency_s: float = Field(
-        1.0, ge=0, description="A copy younger than this is not evicted."
+    start_policy: StartPolicy = Field(
+        StartPolicy.PILOTLIGHT,
+        description="Which policy chooses the worker of a start and where its bytes come from: `single` (the first that fits), `locality` "
+        "(the least start-up time, by cached copies), `paraserve`, or `pilotlight`.",
+    )
+    decision_log_dir: Path | None = Field(
+        None,
+        description="Folder for the decision log, which `pilotlight replay` reads. Unset: none is kept.",
+    )
+    decision_log_file_bytes: int = Field(
+        128 << 20, ge=1 << 16, description="A file of the decision log that is longer is ended."
+    )
+    decision_log_bytes: int = Field(
+        1 << 30, ge=1 << 16, description="Of all files of the decision log; the oldest go."
+    )
+    forecast_starts: bool = Field(
+        False,
+        description="Requests that are expected while a start is under way count with those that wait, so that a burst gets its "
+        "instances at once.",
     )
     hold_deadline_s: float = Field(
         10.0,
@@ -57,4 +77,12 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, PruneSettings):
     )
     decisions_max_rows: int = Field(
         100_000, ge=0, description="Such decisions that are kept at most; 0: no limit."
+    )
+    timings_keep_days: float = Field(
+        90.0,
+        gt=0,
+        description="Days for which timings of starts are kept that no start has confirmed.",
+    )
+    timings_max_rows: int = Field(
+        200_000, ge=0, description="Timings of starts that are kept at most; 0: no limit."
     )

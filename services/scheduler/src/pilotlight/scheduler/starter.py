@@ -3,6 +3,7 @@
 What is to be started, and where, is control's (``policy.control``).
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +25,13 @@ from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
 from pilotlight.policy.ids import Generation, InstanceId
 from pilotlight.policy.instance import InstanceEvent, step
+from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.effects import Effects
+from pilotlight.scheduler.explained import inputs_of, outcome_of, rejections
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import ColdStart, Decision
@@ -37,6 +40,9 @@ from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.teller import Teller
 
 log = structlog.get_logger()
+
+_REFUSALS = (TransientError, CapacityError)
+"""What the cache answers when there is no room; another worker may have some."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,8 +80,13 @@ class Starter:
         self.book.put(record)
         return record
 
-    async def start(self, order: StartOrder, record: Record) -> InstanceId | Refusal:
+    async def start(self, order: StartOrder, record: Record, place: str) -> InstanceId | Refusal:
         """Reserve, write, command. What was reserved is given back when the rest comes to nothing.
+
+        Args:
+            order: What is to be started, and where.
+            record: Under which it counts.
+            place: Of the decision in the log.
 
         Raises:
             NotLeader: the term is over.
@@ -84,15 +95,22 @@ class Starter:
         with with_parent(order.trace_parent), span("plan cold start", model=order.model.name):
             trace_parent = current_traceparent(keep=True)
             try:
-                await self._start(order, replace(record, trace_parent=trace_parent))
+                refusal = await self._start(
+                    order, replace(record, trace_parent=trace_parent), place
+                )
             except (DatabaseUnavailable, NotLeader):
                 raise
             except (TransientError, CapacityError) as error:
-                return _refusal(order, error)
-            return record.instance.instance_id
+                return _refusal(order, _scheme_of(order).placements[0], error)
+            return refusal or record.instance.instance_id
 
-    async def refuse(self, refused: RefusedStart) -> None:
+    async def refuse(self, refused: RefusedStart, model: Model | None, place: str) -> None:
         """Write down why nothing was started, when that is new.
+
+        Args:
+            refused: What was decided.
+            model: Which was to start, if it is still registered.
+            place: Of the decision in the log.
 
         Raises:
             NotLeader, DatabaseUnavailable: as for ``start``.
@@ -105,7 +123,7 @@ class Starter:
             model=refused.model,
             instance_id=None,
             epoch=refused.seen.epoch,
-            inputs=to_row_json(refused.seen),
+            inputs=inputs_of(model, refused.seen, place),
             outcome={"refused": refused.code, "message": refused.message},
             reasons=refused.reasons,
         )
@@ -120,16 +138,28 @@ class Starter:
         self.metrics.decided("cold_start", refused.code)
         await self.repository.decide(decision)
 
-    async def _start(self, order: StartOrder, record: Record) -> None:
+    async def _start(self, order: StartOrder, record: Record, place: str) -> Refusal | None:
         instance = record.instance
         granted: list[Placement] = []
         grants: list[Reserved] = []
         committed = False
         try:
-            for placement in _scheme_of(order).placements:
-                grant = await self.room.reserve(instance, order.model, placement)
-                grants.append(grant)
-                granted.append(replace(placement, grant_id=grant.grant_id))
+            answers = await self._reserve(order, instance)
+            for placement, answer in answers:
+                if isinstance(answer, Reserved):
+                    grants.append(answer)
+                    granted.append(replace(placement, grant_id=answer.grant_id))
+            refusals = [
+                (placement, answer)
+                for placement, answer in answers
+                if not isinstance(answer, Reserved)
+            ]
+            for _, error in refusals:
+                if isinstance(error, NotLeader) or not isinstance(error, _REFUSALS):
+                    raise error
+            for placement, error in refusals:
+                assert isinstance(error, _REFUSALS)
+                return _refusal(order, placement, error)
             places = joined(order.model, granted, order.seen)
             fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
             instance = replace(
@@ -141,7 +171,7 @@ class Starter:
             record = replace(record, instance=instance, tentative=False)
             cold_start = self._cold_start_of(record, order)
             await self.repository.start(
-                instance, _started(instance, order, grants, places), cold_start
+                instance, _started(instance, order, grants, places, place), cold_start
             )
             committed = True
         finally:
@@ -154,6 +184,18 @@ class Starter:
         self.publisher.publish(instance)
         self.metrics.decided("cold_start", "started")
         await self._command(record, cold_start)
+        return None
+
+    async def _reserve(
+        self, order: StartOrder, instance: Instance
+    ) -> list[tuple[Placement, Reserved | BaseException]]:
+        """Ask for the room of all stages at once: a group waits for its slowest answer alone."""
+        placements = _scheme_of(order).placements
+        answers = await asyncio.gather(
+            *(self.room.reserve(instance, order.model, one) for one in placements),
+            return_exceptions=True,
+        )
+        return list(zip(placements, answers, strict=True))
 
     async def _command(self, record: Record, cold_start: ColdStart) -> None:
         self.cold_starts.open(cold_start)
@@ -188,10 +230,10 @@ def _scheme_of(order: StartOrder) -> Scheme:
     return order.choice.scheme
 
 
-def _refusal(order: StartOrder, error: PilotlightError) -> Refusal:
+def _refusal(order: StartOrder, placement: Placement, error: PilotlightError) -> Refusal:
     return Refusal(
         model=order.model.name,
-        worker_id=_scheme_of(order).placements[0].worker_id,
+        worker_id=placement.worker_id,
         code=error.code,
         message=error.message,
         transient=isinstance(error, TransientError),
@@ -199,27 +241,26 @@ def _refusal(order: StartOrder, error: PilotlightError) -> Refusal:
 
 
 def _started(
-    instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined
+    instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined, place: str
 ) -> Decision:
-    choice, seen = order.choice, order.seen
+    """The decision of a start.
+
+    Args:
+        instance: What starts.
+        order: As control gave it.
+        grants: Of its stages.
+        places: In the chains of its model.
+        place: In the decision log.
+    """
+    choice = order.choice
     outcome: dict[str, Any] = {
         "instance_id": instance.instance_id,
-        "scheme": to_row_json(choice.scheme),
-        "meets_slo": choice.meets_slo,
-        "needs_eviction": choice.needs_eviction,
-        "expected_eviction": to_row_json(choice.eviction),
+        **outcome_of(choice),
         "evicted_instances": [
             instance_id for grant in grants for instance_id in grant.evicted_instances
         ],
         "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
         "chains": to_row_json(places.chains),
-        "considered": [
-            {
-                "worker_ids": [one.worker_id for one in scheme.placements],
-                "predicted_ttft_s": scheme.predicted_ttft_s,
-            }
-            for scheme in choice.considered
-        ],
     }
     return Decision(
         decision_id=instance.decision_id,
@@ -227,12 +268,12 @@ def _started(
         model=instance.model,
         instance_id=instance.instance_id,
         epoch=instance.epoch,
-        inputs=to_row_json(seen),
+        inputs=inputs_of(order.model, order.seen, place),
         outcome=outcome,
         reasons=(
             instance.reason,
             choice.reason,
             *places.reasons,
-            *(f"{one.worker_id}: {one.reason}" for one in choice.rejected),
+            *rejections(choice.rejected),
         ),
     )

@@ -54,6 +54,8 @@ class World:
     _changed_models: set[ModelName] = field(default_factory=set[ModelName])
     _changed_workers: set[WorkerId] = field(default_factory=set[WorkerId])
     _changed_nodes: set[NodeId] = field(default_factory=set[NodeId])
+    _listed: Iterable[Model] = ()
+    """As it was heard last: the same one again says nothing new."""
     _epoch_heard: Epoch = field(default=Epoch(0))
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
     _waiting_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
@@ -110,6 +112,9 @@ class World:
 
     def hear_models(self, models: Iterable[Model]) -> bool:
         """Take the list of registered models."""
+        if models is self._listed:
+            return False
+        self._listed = models
         listed, known = {model.name: model for model in models}, self.models
         changed = {name for name in {*listed, *known} if listed.get(name) != known.get(name)}
         if changed:

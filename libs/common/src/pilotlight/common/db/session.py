@@ -35,6 +35,8 @@ log = structlog.get_logger()
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
+PREPARE_AFTER = 5
+"""A statement that a connection has executed so often is prepared: psycopg's own default."""
 """For a whole unit of work, commit included: nothing waits longer for a database that does not
 answer."""
 
@@ -83,6 +85,7 @@ class Database:
                 "async_creator_fn": _connect,
                 "connect_timeout": CONNECT_TIMEOUT_S,
                 "application_name": f"pilotlight-{schema}",
+                "prepare_threshold": PREPARE_AFTER if settings.database_prepares else None,
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
             },
         )

@@ -14,7 +14,9 @@ from sqlalchemy import (
     DateTime,
     Double,
     Identity,
+    Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -167,6 +169,20 @@ drains = Table(
 )
 """Nodes that an operator wants to be empty; ``requested_at`` is of the database's clock."""
 
+responses = Table(
+    "responses",
+    metadata,
+    _key("response_id"),
+    _text("key_id"),
+    _text("model"),
+    Column("created_at", DateTime(timezone=True), nullable=False, index=True),
+    Column("body", LargeBinary, nullable=False),
+    Index("responses_key_id_created_at_idx", "key_id", "created_at"),
+    schema="gateway",
+)
+"""Answers that clients go on from. ``body`` is JSON in bytes: texts may hold U+0000, which JSONB
+does not take."""
+
 # scheduler
 
 instances = Table(
@@ -197,8 +213,12 @@ decisions = Table(
     _json("inputs"),
     _json("outcome"),
     _json("reasons"),
+    Column("policy_version", Text, nullable=False, server_default=""),
+    Column("actual", JSONB, nullable=False, server_default="{}"),
     schema="scheduler",
 )
+"""``actual``: what came of a start, beside what ``outcome`` predicts; empty until that is known.
+``policy_version``: empty of a release that did not say."""
 
 cold_starts = Table(
     "cold_starts",
@@ -226,6 +246,17 @@ estimates = Table(
     "estimates", metadata, _key("model"), _key("device_kind"), _json("body"), schema="scheduler"
 )
 """``body`` is an ``Estimate``."""
+
+timings = Table(
+    "timings",
+    metadata,
+    _key("key"),
+    _json("body"),
+    Column("updated_at", DateTime(timezone=True), nullable=False, index=True),
+    schema="scheduler",
+)
+"""What starts take, learned from all of them: one row for each term of a model, a device, a link or
+a pair of nodes."""
 
 lease = Table(
     "lease",

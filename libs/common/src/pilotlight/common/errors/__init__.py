@@ -6,7 +6,7 @@
     ├── CallerError          the request is wrong; sending it again changes nothing
     │   ├── BadRequest ── ContextTooLong, MessageUndecodable
     │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, NodeNotFound, TraceNotFound, RouteNotFound
-    │   ├── MethodNotAllowed, AlreadyExists, Conflict
+    │   ├── MethodNotAllowed, AlreadyExists, Conflict ── ModelCold
     │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed, TextFailed
     │   ├── TooLarge ── MessageTooLarge
     │   └── BodyTimeout, UnsupportedEncoding
@@ -50,6 +50,7 @@ from pilotlight.common.errors.caller import (
     MessageTooLarge,
     MessageUndecodable,
     MethodNotAllowed,
+    ModelCold,
     ModelNotFound,
     NodeNotFound,
     NotFound,
@@ -144,6 +145,7 @@ __all__ = [
     "MessageTooLarge",
     "MessageUndecodable",
     "MethodNotAllowed",
+    "ModelCold",
     "ModelNotFound",
     "NoRoom",
     "NoWorker",

@@ -119,6 +119,15 @@ class Conflict(CallerError):
     action = "Read it again and decide anew."
 
 
+class ModelCold(Conflict):
+    """The model is cold, and the request refuses a cold start."""
+
+    code = "model_cold"
+    action = (
+        "Ask again once the model is ready (GET /v1/models), or without X-Pilotlight-Cold-Start."
+    )
+
+
 class UnprocessableInput(CallerError):
     """The request is well-formed, but a value is not acceptable."""
 

@@ -54,6 +54,12 @@ class ResizeStage(Message, tag="resize", frozen=True, kw_only=True):
 
     instance_id: InstanceId
     device_bytes: int
+    must: bool = False
+    """Others need the memory: requests that then have no room, even alone, end with
+    ``not_loaded``, to go on elsewhere. Otherwise they are a reason to refuse."""
+    target_bytes: int = 0
+    """Of a growth in many small steps, what the last of them gives: layers get memory one after the
+    other, and KV has more room when all have it. 0: all of it at once."""
 
 
 class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
@@ -178,6 +184,8 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """Memory for models, where the engine found out itself what its device has for them; else 0."""
     granule_bytes: int = 1
     """As in ``Device``."""
+    memory_bytes_per_s: float = 0.0
+    """As in ``Device``."""
 
 
 class EngineFault(Message, tag="fault", frozen=True, kw_only=True):
@@ -225,6 +233,9 @@ class StageResized(Message, tag="resized", frozen=True, kw_only=True):
 
     instance_id: InstanceId
     kv_capacity_tokens: int
+    device_bytes: int = 0
+    """What this room takes, where that is less than was given: KV shrank by more than was asked
+    for, or some layers wait for the others' memory. 0: all of it."""
 
 
 class KvExported(Message, tag="kv_exported", frozen=True, kw_only=True):

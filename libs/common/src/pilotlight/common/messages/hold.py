@@ -21,6 +21,11 @@ def node_hold_subject(node_id: NodeId) -> str:
     return f"v1.loader.{node_id}.hold"
 
 
+def prefetch_subject(node_id: NodeId) -> str:
+    """``NodePrefetch``, by the cache."""
+    return f"v1.loader.{node_id}.prefetch"
+
+
 LEADING_KEY = "scheduler"
 """``Leading`` in the bucket ``leader``."""
 
@@ -88,6 +93,19 @@ class Fetch(Message, frozen=True, kw_only=True):
     """Nodes that have the parts, or get them at this moment, in the order in which they are to be
     asked: the predecessor in the chain, then the nodes before it. The model's own source is asked
     when none of them can give a chunk."""
+
+
+class NodePrefetch(Message, frozen=True, kw_only=True):
+    """Everything that a node is to fetch ahead, beside its hold: for no instance, so that a copy
+    stays in some memory. The order's generation counts its tries.
+    """
+
+    node_id: NodeId
+    cache: str
+    """Which life of the cache tells it."""
+    fetches: tuple[Fetch, ...]
+    seq: int = 0
+    """Counts what that life has told the node, from 1."""
 
 
 class NodeHold(Message, frozen=True, kw_only=True):

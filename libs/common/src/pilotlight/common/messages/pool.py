@@ -21,6 +21,30 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
     worker_id: WorkerId
     pid: int
+    reports: bool = False
+    """It gives its reports to its loader as soon as that says ``Relayed``."""
+
+
+class WorkerSaid(Message, tag="said", frozen=True, kw_only=True):
+    """A worker's report is another one now. For its loader to pass on as it is."""
+
+    report: bytes
+    """A ``WorkerReport`` in JSON."""
+    seq: int
+    """The report's."""
+
+
+class WorkerHere(Message, tag="here", frozen=True, kw_only=True):
+    """The worker runs, and its last report is still right."""
+
+
+class Relayed(Message, tag="relayed", frozen=True, kw_only=True):
+    """The loader speaks for the worker: its report, or that nothing has changed, was sent just
+    now.
+    """
+
+    seq: int
+    """Of that report; 0: it has none yet, and asks for one."""
 
 
 class Lease(Message, tag="lease", frozen=True, kw_only=True):
@@ -78,5 +102,5 @@ class LeaseDone(Message, tag="done", frozen=True, kw_only=True):
     """Every part is ready. What the fetch took is the loader's to report."""
 
 
-FromWorker = Hello | Lease
-FromLoader = LeaseGranted | PartReady | LeaseFailed | LeaseDone
+FromWorker = Hello | Lease | WorkerSaid | WorkerHere
+FromLoader = Relayed | LeaseGranted | PartReady | LeaseFailed | LeaseDone

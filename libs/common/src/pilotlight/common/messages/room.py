@@ -14,6 +14,7 @@ from pilotlight.policy.ids import (
     NodeId,
     WorkerId,
 )
+from pilotlight.policy.lending import Loan
 
 RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
@@ -24,6 +25,11 @@ RELEASE_SUBJECT = "v1.cache.release"
 def give_up_subject(worker_id: WorkerId) -> str:
     """Request/reply: ``GiveUp`` → ``GivenUp``."""
     return f"v1.worker.{worker_id}.give-up"
+
+
+def lend_subject(worker_id: WorkerId) -> str:
+    """``Lend``, whenever loans of the worker's stages are not as they should be."""
+    return f"v1.worker.{worker_id}.lend"
 
 
 def drop_subject(node_id: NodeId) -> str:
@@ -53,6 +59,9 @@ class Reserve(Message, frozen=True, kw_only=True):
     release that does not say."""
     generation: Generation = Generation(0)
     """Of the instance's stages. 0: of a release that does not say."""
+    protected: tuple[InstanceId, ...] = ()
+    """Instances on the device that are owed service for their load: they stay. Of them the
+    scheduler alone knows."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -83,6 +92,15 @@ class GivenUp(Message, frozen=True, kw_only=True):
     """What was unloaded."""
 
     instance_ids: tuple[InstanceId, ...]
+
+
+class Lend(Message, frozen=True, kw_only=True):
+    """How much KV beyond their grants a worker's stages may have, all of them: one that is not
+    named has no loan. A worker gives a newcomer room without being told.
+    """
+
+    worker_id: WorkerId
+    loans: tuple[Loan, ...] = ()
 
 
 class Wanted(Message, frozen=True, kw_only=True):

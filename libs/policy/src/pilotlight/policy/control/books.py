@@ -207,7 +207,7 @@ def refreshed(
             if worker_id not in record.seen_on:
                 record = replace(record, seen_on=record.seen_on | {worker_id})
             if instance.state in SERVING and worker_id == instance.lead:
-                used_s = view.heard_s if held.in_flight > 0 else view.heard_s - held.idle_s
+                used_s = view.heard_s if held.in_flight > 0 else view.facts_s - held.idle_s
                 used_s = max(instance.state_since_s, used_s)
                 if (held.in_flight, used_s) != (instance.in_flight, instance.last_used_s):
                     used = replace(instance, in_flight=held.in_flight, last_used_s=used_s)

@@ -5,12 +5,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pilotlight.policy.cluster import NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.coldstart.chosen import KnownStarts
+from pilotlight.policy.coldstart.contention import INTO, FetchBooks, incoming
 from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.control.fetches import kept_up, newcomers
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
-from pilotlight.policy.control.rooms import Shape, Slot, slot_of
+from pilotlight.policy.control.rooms import Slot, slot_of
+from pilotlight.policy.control.shapes import LinkUse, Shape
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
@@ -87,6 +91,8 @@ class Draft:
             index.homes,
             index.holding,
         )
+        self.fetches = index.fetches
+        """With those of the starts that this tick has decided."""
         self.moved: dict[InstanceId, Record] = {}
         self.drains: list[Drain] = []
         self.needs = Needs()
@@ -128,9 +134,22 @@ class Draft:
             return
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
+        if self.rules.scheme.choice is not None:
+            begun = [one for record in records if record.tentative for one in newcomers(record)]
+            if begun:
+                self._book(self.fetches.admit(begun, self.facts.now_s))
         self.place(
             {placement.worker_id for one in records for placement in one.instance.placements}
         )
+
+    def _book(self, fetches: FetchBooks) -> None:
+        """With other books of fetches: a node's workers stand where its link puts them."""
+        before, self.fetches = self.fetches.on, fetches
+        links = {
+            link for link in {*before, *fetches.on} if before.get(link) != fetches.on.get(link)
+        }
+        nodes = (NodeId(link.removeprefix(INTO)) for link in links if link.startswith(INTO))
+        self.place({one for node_id in nodes for one in self.homes.to(node_id)})
 
     @property
     def decided(self) -> Focus:
@@ -143,6 +162,10 @@ class Draft:
             workers=frozenset(one.worker_id for one in placements),
             nodes=frozenset(one.node_id for one in placements),
         )
+
+    def seen(self, instances: AbstractSet[InstanceId]) -> list[InstanceId]:
+        """Those of some instances, and of what was changed here, that are in the books."""
+        return sorted(one for one in instances | self.moved.keys() if one in self.books.records)
 
     # Indexes.
 
@@ -179,6 +202,18 @@ class Draft:
         )
         self.place({*workers, *(one for one in elsewhere if not self._is_where_it_was(one))})
 
+    def follow_fetches(
+        self, instances: AbstractSet[InstanceId], nodes: AbstractSet[NodeId]
+    ) -> None:
+        """Bring the books of fetches up to what was heard, where a policy asks for them."""
+        if self.rules.scheme.choice is None:
+            return
+        facts = self.facts
+        heard = (one for name in sorted(nodes) if (one := facts.nodes.get(name)) is not None)
+        self._book(
+            kept_up(self.fetches, self.books, facts.books.touched, instances, heard, facts.now_s)
+        )
+
     def place(self, worker_ids: Iterable[WorkerId]) -> None:
         """Bring the room of some workers up to date."""
         slots: dict[WorkerId, Slot | None] = {}
@@ -190,7 +225,9 @@ class Draft:
             node = self.facts.nodes.get(view.facts.node_id)
             bare = not view.facts.held and worker_id not in self.books.by_worker
             here = None if bare else self._here(view.facts)
-            slots[worker_id] = slot_of(view.facts, node, here, self.rules.scheme.placement)
+            slots[worker_id] = slot_of(
+                view.facts, node, self._link(node), here, self.rules.scheme.placement
+            )
         self.rooms = self.rooms.put(slots)
         for known in self._known_rooms:
             known.forget(slots)
@@ -211,7 +248,17 @@ class Draft:
         )
         if slot is None or slot.shape is None or node is None:
             return False
-        return slot.shape.fits(node)
+        return slot.shape.fits(node, self._link(node))
+
+    def _link(self, node: NodeFacts | None) -> LinkUse:
+        """What a choice will see of a node's link: with what is booked there and not reported
+        yet, and with what it was found to give.
+        """
+        if node is None or self.rules.scheme.choice is None:
+            return LinkUse(len(node.transfers) if node is not None else 0)
+        booked = len(self.fetches.on.get(incoming(node.node_id), ()))
+        slowness = self.facts.timings.slowness(node.node_id, node.nic_bytes_per_s)
+        return LinkUse(max(booked, len(node.transfers)), slowness)
 
     def _here(self, worker: WorkerFacts) -> Snapshot:
         """One worker's instances and models, and nothing else."""
@@ -231,6 +278,13 @@ class Draft:
         """Device bytes that a worker can give now."""
         worker = self.facts.workers[worker_id].facts
         return room_on(worker, self._here(worker), rules)
+
+    @property
+    def known_starts(self) -> KnownStarts | None:
+        """What a policy of ``coldstart`` knows; None where none is asked."""
+        if self.rules.scheme.choice is None:
+            return None
+        return KnownStarts(timings=self.facts.timings, fetches=self.fetches)
 
     # Slices of the world.
 

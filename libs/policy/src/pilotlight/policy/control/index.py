@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.focus import NOTHING, Dues, Focus
 from pilotlight.policy.control.rooms import Rooms
 from pilotlight.policy.control.table import Table
@@ -83,6 +84,8 @@ class Index:
     workers_due: Dues[WorkerId] = field(default_factory=Dues["WorkerId"])
     """When their holds are repeated."""
     nodes_due: Dues[NodeId] = field(default_factory=Dues["NodeId"])
+    fetches: FetchBooks = field(default_factory=FetchBooks)
+    """Of starts that are on their way, by their placements; empty where no policy asks for them."""
     asked: frozenset[ModelName] = frozenset()
     """Models that had demand."""
     drained: frozenset[NodeId] = frozenset()

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pilotlight.policy.control.draft import Draft
-from pilotlight.policy.control.rooms import Shape, Slot, Victim
+from pilotlight.policy.control.rooms import Slot, Victim
+from pilotlight.policy.control.shapes import Shape
 from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.model import Model

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
 from pilotlight.policy.cluster import NodeFacts, WorkerView
+from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.holds import PartFetch, StageHold
@@ -99,6 +100,8 @@ class ControlFacts:
     """Models for which some gateway holds requests."""
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
     arrivals: RecentArrivals = NO_ARRIVALS
+    timings: Timings = field(default_factory=Timings)
+    """What starts take, as far as it was learned; for the policies of ``coldstart``."""
     drains: tuple[NodeDrain, ...] = ()
     evict: tuple[ModelName, ...] = ()
     """Models that an operator wants off every device."""
@@ -235,7 +238,7 @@ class Plan:
     """For each eviction that was asked for, the instances that drain."""
     start: tuple[StartOrder, ...] = ()
     grow: tuple[GrowOrder, ...] = ()
-    """No policy asks for any yet."""
+    """Groups that are to become whole instances. The service starts no groups yet."""
     refuse: tuple[RefusedStart, ...] = ()
     tell: Holds = field(default_factory=Holds)
     """Holds that are new, or others than before."""

@@ -80,6 +80,7 @@ def reconcile(
     7. a live worker has not taken up its stage within the deadline: failed
     8. every stage is ready: ready, with the moves that were missed in between
     9. some stage is held: loading
+    10. the stage that is to cover all others has grown: it is the instance from now on
 
     Args:
         tracked: The instances that are looked at.
@@ -126,6 +127,12 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     if leaving is not None:  # 5
         reason = leaving.reason or f"its worker reports it as {leaving.state.value}"
         return change(reason, InstanceEvent.DRAIN, *((InstanceEvent.RELEASED,) if all_free else ()))
+    if state is InstanceState.CONSOLIDATING:  # 10
+        grown = _grown(instance, parts)
+        if grown is None:
+            return None
+        done = change("a worker has the whole model", InstanceEvent.CONSOLIDATION_DONE)
+        return replace(done, placements=(grown,))
     if state in SERVING:
         return None
     held = [part.held for part in parts if part.held is not None]
@@ -134,6 +141,17 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
         return replace(ready, loaded=_last_loaded(held))
     if held and state is not InstanceState.LOADING:  # 9
         return change("a worker loads its stage", *path(state, InstanceState.LOADING))
+    return None
+
+
+def _grown(instance: Instance, parts: list[_Part]) -> Placement | None:
+    """The placement that covers all others, once its worker has that range."""
+    for part in parts:
+        place, held = part.placement, part.held
+        covers = len(parts) > 1 and all(one.placement.stage.is_within(place.stage) for one in parts)
+        if covers and held is not None and held.state is HeldState.READY:
+            ready = held.stage == place.stage and held.generation >= instance.generation
+            return place if ready else None
     return None
 
 

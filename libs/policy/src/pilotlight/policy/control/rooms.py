@@ -19,12 +19,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from pilotlight.policy.cluster import HealthState, HeldState, Liveness, NodeFacts, WorkerFacts
+from pilotlight.policy.cluster import HealthState, HeldState, NodeFacts, WorkerFacts
+from pilotlight.policy.control.shapes import LinkUse, Shape, links_of
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.cost import known_rate
 from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 from pilotlight.policy.instance import SERVING
-from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import Fleet, has_known_room
 from pilotlight.policy.placement import (
     PlacementRules,
@@ -33,42 +33,6 @@ from pilotlight.policy.placement import (
     why_unusable,
 )
 from pilotlight.policy.plan import InstanceState, Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a prediction sees of a worker, but for its room and what it holds."""
-
-    device_kind: str
-    load_bytes_per_s: float
-    granule_bytes: int
-    degraded: bool
-    nic_bytes_per_s: float
-    transfers: int
-    pool_unit_bytes: int
-    pool_bytes: int
-
-    def fits(self, node: NodeFacts) -> bool:
-        """Whether a node leaves its workers in this shape."""
-        usable = node.liveness is Liveness.ALIVE and not node.draining
-        return usable and _links(node) == (
-            self.nic_bytes_per_s,
-            self.transfers,
-            self.pool_unit_bytes,
-            self.pool_bytes,
-        )
-
-    def pool_holds(self, model: Model) -> bool:
-        """Whether the host pool could ever hold a model."""
-        unit_bytes = self.pool_unit_bytes
-        return (
-            sum(-(-size // unit_bytes) * unit_bytes for size in model.spec.part_bytes)
-            <= self.pool_bytes
-        )
-
-
-def _links(node: NodeFacts) -> tuple[float, int, int, int]:
-    return node.nic_bytes_per_s, len(node.transfers), node.pool_unit_bytes, node.pool_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +81,18 @@ class Slot:
 
 
 def slot_of(
-    worker: WorkerFacts, node: NodeFacts | None, here: Snapshot | None, rules: PlacementRules
+    worker: WorkerFacts,
+    node: NodeFacts | None,
+    link: LinkUse,
+    here: Snapshot | None,
+    rules: PlacementRules,
 ) -> Slot:
     """Where a worker belongs.
 
     Args:
         worker: What is known of it.
         node: Its node, if that is known.
+        link: The node's link.
         here: Its instances, and the models that it holds; of all others nothing. None: there are
             none.
         rules: How workers are chosen.
@@ -135,8 +104,14 @@ def slot_of(
             known_rate(worker.device.load_bytes_per_s),
             worker.health.state is HealthState.DEGRADED,
         )
+        reads = known_rate(worker.device.memory_bytes_per_s)
         shape = Shape(
-            worker.device.kind, rate, worker.device.granule_bytes, degraded, *_links(node)
+            worker.device.kind,
+            rate,
+            reads,
+            worker.device.granule_bytes,
+            degraded,
+            *links_of(node, link),
         )
     instances = here.instances if here is not None else ()
     free_bytes = at_best_bytes = memory_bytes

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -33,6 +33,7 @@ from pilotlight.policy.parallelism import SchemeChoice, choose_scheme
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Start
+from pilotlight.policy.turns import Turn
 
 NO_ROOM, NO_WORKER = "no_room", "no_worker"
 """Codes of the taxonomy (``common.errors``)."""
@@ -83,6 +84,8 @@ class Tries:
     4. some worker may take it: room is asked for there, leaving out those that refused in this
        attempt
     5. none may: the attempt is refused
+    6. a burst's further instances come after every model has had its turn, as far as there is room;
+       what is left of them waits for the first ones
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class Tries:
         self.refused: list[RefusedStart] = []
         self.looked_at = 0
         """Workers that were compared."""
+        self._begun: set[InstanceId] = set()
+        """Names in the draft of what this tick starts."""
         # Refusals of models without demand count no longer.
         over = set(facts.started)
         self.backing = {
@@ -116,15 +121,45 @@ class Tries:
             if refusal.model in waited_for:
                 self.tries[refusal.model] = (*self.tries.get(refusal.model, ()), refusal)
 
-    def begin(
+    def take(
+        self,
+        turns: Sequence[Turn],
+        starts: Iterable[Start],
+        draft: Drafted,
+        demand: tuple[Demand, ...],
+        wanted: Mapping[ModelName, str],
+    ) -> None:
+        """Take up the turns of all models.
+
+        Args:
+            turns: In their order.
+            starts: What is to start; several of one model in a burst.
+            draft: The world, with what this tick has decided so far.
+            demand: What waits at gateways.
+            wanted: Why models are wanted, by name; others for the reason of their start.
+        """
+        each = defaultdict[ModelName, list[Start]](list)
+        for start in starts:
+            each[start.model].append(start)
+        begun = [
+            turn
+            for turn in turns
+            if self._begin(each[turn.model][0], turn.left, draft, demand, wanted)
+        ]
+        for turn in begun:  # 6
+            for further in each[turn.model][1:]:
+                if not self._begin(further, turn.left, draft, demand, wanted):
+                    break
+
+    def _begin(
         self,
         start: Start,
         left: frozenset[WorkerId],
         draft: Drafted,
         demand: tuple[Demand, ...],
         wanted: Mapping[ModelName, str],
-    ) -> None:
-        """Take up one model's turn.
+    ) -> bool:
+        """Take up one start; whether it was given a place.
 
         Args:
             start: The model, and why it is to start.
@@ -134,13 +169,14 @@ class Tries:
             wanted: Why models are wanted, by name; others for the reason of ``start``.
         """
         model = self._facts.models.get(start.model)
-        if model is None or any(
-            draft.books.records[one].tentative for one in draft.books.by_model.get(model.name, ())
-        ):  # 1
-            return
+        if model is None:
+            return False
+        ours = draft.books.by_model.get(model.name, ())
+        if any(draft.books.records[one].tentative for one in ours if one not in self._begun):  # 1
+            return False
         tried = self.tries.get(model.name, ())
         if not tried and not self._may_try(model.name):  # 3
-            return
+            return False
         reason = (
             start.reason
             if model.name in self._facts.awaited
@@ -151,10 +187,12 @@ class Tries:
         seen, choice = choose(explained=False)
         self.looked_at += len(seen.workers)
         over = len(tried) >= self._rules.max_tries or any(one.transient for one in tried)
+        if choice.scheme is None and not self._begun.isdisjoint(ours):  # 6
+            return False
         if choice.scheme is None or over:  # 2, 5
             self.tries.pop(model.name, None)
             self._refuse(model.name, reason, tried, (seen, choice), choose)
-            return
+            return False
         trace = next((one.trace_parent for one in demand if one.model == model.name), "")
         seen_s = self._facts.demand_seen_s.get(model.name, self._facts.now_s)
         self.orders.append(
@@ -169,7 +207,10 @@ class Tries:
         )
         # What follows in this tick counts it; the books that are kept get it from the start that
         # asks for its room.
-        draft.put(_tentative(model, choice, self._facts, reason))
+        tentative = _tentative(model, choice, self._facts, reason, len(self.orders))
+        self._begun.add(tentative.instance.instance_id)
+        draft.put(tentative)
+        return True
 
     def _may_try(self, model: ModelName) -> bool:
         waits = self.backing.get(model)
@@ -268,13 +309,15 @@ def choose_among(
     rules = draft.rules
     workers = for_start(model, draft, rules.scheme.placement, excluded)
     ours = tuple(one for one in demand if one.model == model.name)
+    fleet, known = draft.rooms.fleet, draft.known_starts
     if not workers and not explained:
         seen = draft.slice((model.name,), demand=ours)
-        return seen, choose_scheme(model, seen, rules.scheme, excluded, draft.rooms.fleet)
-    if not workers or len(draft.facts.workers) <= rules.explained_workers:
+        return seen, choose_scheme(model, seen, rules.scheme, excluded, fleet, known)
+    in_groups = rules.scheme.choice is not None and rules.scheme.choice.start.max_stages > 1
+    if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:
         workers |= nearest(draft, rules.explained_workers)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))
-    return seen, choose_scheme(model, seen, rules.scheme, excluded, draft.rooms.fleet)
+    return seen, choose_scheme(model, seen, rules.scheme, excluded, fleet, known)
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
@@ -303,10 +346,21 @@ def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
     )
 
 
-def _tentative(model: Model, choice: SchemeChoice, facts: ControlFacts, reason: str) -> Record:
+def _tentative(
+    model: Model, choice: SchemeChoice, facts: ControlFacts, reason: str, number: int
+) -> Record:
+    """A start in the draft of this tick.
+
+    Args:
+        model: Which starts.
+        choice: Where.
+        facts: Of the tick.
+        reason: Why.
+        number: Of the start in this tick.
+    """
     assert choice.scheme is not None
     instance = Instance(
-        instance_id=InstanceId(f"start of {model.name}"),
+        instance_id=InstanceId(f"start {number} of {model.name}"),
         model=model.name,
         digest=model.digest,
         state=InstanceState.PLANNED,

@@ -10,7 +10,8 @@ Pure; the scheduler and the simulator drive it alike.
 5. models that have too many instances, or too few (``scaling``)
 6. which model's turn it is, and which instance makes room (``turns``)
 7. where each start goes (``starts``); a refused one is tried elsewhere, then later
-8. holds: told on change, when a report disagrees, and from time to time (``telling``)
+8. groups whose stages are ready become whole instances (``growing``)
+9. holds: told on change, when a report disagrees, and from time to time (``telling``)
 
 Each step looks at what changed since the last tick, at what falls due by time alone, at models with
 demand, and at what the last tick decided. Everything else is at rest: the same policies, asked
@@ -26,6 +27,7 @@ from pilotlight.policy.cluster import Liveness
 from pilotlight.policy.control.books import Books
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.focus import Dues, Focus
+from pilotlight.policy.control.growing import plan_growth
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.look import Look, instances_due, models_due
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
@@ -65,13 +67,16 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
         draft.hear(look.workers, look.nodes)
+        draft.follow_fetches(look.instances, look.nodes)
         plan = replace(_decided(look, draft, memory), books=used.settled(), changes=changes)
     return replace(plan, visited=replace(plan.visited, instances=len(records)))
 
 
 def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
-    """Steps 3 to 8."""
+    """Steps 3 to 9."""
     facts, rules, used = draft.facts, draft.rules, draft.books
+    # Those of starts that this tick decides are booked by the next one, under their own names.
+    fetches = draft.fetches
     evicted = {model: _evict(model, draft) for model in facts.evict}  # 3
     emptied = _emptied(draft)  # 4
     wanted = {one.model: one.reason for one in emptied.wanted}
@@ -88,9 +93,9 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     tries = Tries(
         facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
     )
-    for turn in turns.turns:  # 7
-        tries.begin(starts[turn.model], turn.left, draft, demand, wanted)
-    told = telling(draft, memory, look)  # 8
+    tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 7
+    grown = plan_growth(draft.books.records[one] for one in draft.seen(look.instances))  # 8
+    told = telling(draft, memory, look)  # 9
     restless = draft.decided | Focus(
         models=frozenset({*starts, *(one.model for one in scaled.held)})
     )
@@ -103,6 +108,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
         asked=frozenset(waited_for),
         drained=frozenset(one.node_id for one in facts.drains),
         restless=restless,
+        fetches=fetches,
     )
     return Plan(
         books=draft.books,
@@ -117,6 +123,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
         drain=tuple(draft.drains),
         evicted=evicted,
         start=tuple(tries.orders),
+        grow=grown,
         refuse=tuple(tries.refused),
         tell=told.tell,
         repeat=told.repeat,

@@ -4,13 +4,18 @@ A candidate is one copy in one tier: an instance's stage on a device, or a model
 pool. Both are chosen by the same policies. ``eviction.candidates`` makes them from what is known.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, runtime_checkable
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import Tier
 from pilotlight.policy.ids import Digest, ModelName, NodeId
+
+SPARED_SHOWN = 3
+"""Of the copies that stay, those that would have gone next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,17 @@ class Victim:
     loss: float
     """As ``EvictionCandidate.loss``, as are the two before."""
     reason: str
+    spared: tuple["Spared", ...] = ()
+    """What would have gone next, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spared:
+    """One copy that could have gone and was worth more."""
+
+    model: ModelName
+    size_bytes: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +113,10 @@ class Kept:
 
     subject: str
     reason: str
+    model: ModelName = ModelName("")
+    size_bytes: int = 0
+    pin_alone: bool = False
+    """Nothing but its pin keeps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +134,16 @@ class EvictionPlan:
     """Of all victims: what the room costs. Plans for other places can be compared by it."""
     reason: str = ""
     """In a sentence: why nothing need go, what goes, or why no room can be made."""
+    unpin: tuple[ModelName, ...] = ()
+    """Where pins alone stand in the way: the fewest models that would have to be unpinned."""
 
 
 class EvictionPolicy(Protocol):
-    """Orders what may go. A value: its figures, and its state, which is what it has observed.
+    """Orders what may go. It keeps what it has been told; one task or loop owns it.
 
-    Nothing changes in place. The caller keeps the policy that ``observe`` returned last.
+    The same object serves a simulator, which tells it of every event and takes victims from
+    ``ranked``, and a service, whose candidates are rebuilt from reports for each question and come
+    with it (``ordered``).
     """
 
     @property
@@ -127,14 +151,42 @@ class EvictionPolicy(Protocol):
         """As settings and records call it."""
         ...
 
-    def observe(self, accesses: Sequence[Access]) -> "EvictionPolicy":
-        """The policy after models were asked for; the same one where that changes nothing."""
+    def on_access(self, access: Access) -> None:
+        """A model was asked for, cached or not. On a miss this comes before room is made."""
         ...
 
-    def plan(
-        self, request: RoomRequest, candidates: Iterable[EvictionCandidate], rules: EvictionRules
-    ) -> EvictionPlan:
-        """Choose victims until the room is there, or none with a reason."""
+    def on_insert(self, candidate: EvictionCandidate, now_s: float) -> None:
+        """A copy is resident now, or is there with other figures (size, penalty) than before."""
+        ...
+
+    def on_evict(self, subject: str, now_s: float) -> None:
+        """A resident copy has gone, by this policy's choice or not."""
+        ...
+
+    def ranked(self, now_s: float) -> Generator[str, None, None]:
+        """Subjects of resident copies, the least worth first.
+
+        It may be left at any point, and must be closed before the policy is told of anything.
+        """
+        ...
+
+    def ordered(
+        self, candidates: Sequence[EvictionCandidate], now_s: float
+    ) -> Sequence[EvictionCandidate]:
+        """The same copies, the least worth first, whether they were told of before or not."""
+        ...
+
+    def expired(self, now_s: float) -> Sequence[str]:
+        """Subjects of resident copies that go though no room is needed."""
+        ...
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A policy whose choices depend on the cache's capacity."""
+
+    def resize(self, capacity_bytes: int) -> None:
+        """The cache is larger or smaller than before: a node has come, or gone."""
         ...
 
 
@@ -166,6 +218,68 @@ def why_kept(
     return None
 
 
+def plan_eviction(
+    policy: EvictionPolicy,
+    request: RoomRequest,
+    candidates: Iterable[EvictionCandidate],
+    rules: EvictionRules,
+) -> EvictionPlan:
+    """Choose victims among copies that come with the question, until the room is there.
+
+    1. leave out what no policy may evict, with the reason
+    2. the policy orders the rest
+    3. take them in order until the room is there
+
+    Args:
+        policy: It orders.
+        request: The room that is needed, and what is free.
+        candidates: What takes room in that place.
+        rules: What may stay whatever the policy says.
+    """
+    kept: list[Kept] = []
+    free_to_go: list[EvictionCandidate] = []
+    for candidate in candidates:  # 1
+        reason = why_kept(candidate, request, rules)
+        if reason is None:
+            free_to_go.append(candidate)
+        else:
+            kept.append(_kept(candidate, reason, request, rules))
+    ordered = policy.ordered(free_to_go, request.now_s)  # 2
+    plan = plan_in_order(request, ordered, kept, policy.name)  # 3
+    return _with_spared(plan, ordered)
+
+
+def plan_resident(
+    policy: EvictionPolicy,
+    request: RoomRequest,
+    resident: Mapping[str, EvictionCandidate],
+    rules: EvictionRules,
+) -> EvictionPlan:
+    """The same for a place of whose copies the policy was told one by one: only as many are looked
+    at as are needed.
+
+    Args:
+        policy: Told of every copy in ``resident``.
+        request: The room that is needed, and what is free.
+        resident: Copies in that place, by subject.
+        rules: What may stay whatever the policy says.
+    """
+    kept: list[Kept] = []
+
+    with closing(policy.ranked(request.now_s)) as subjects:
+
+        def may_go() -> Iterator[EvictionCandidate]:
+            for subject in subjects:
+                candidate = resident[subject]
+                reason = why_kept(candidate, request, rules)
+                if reason is None:
+                    yield candidate
+                else:
+                    kept.append(_kept(candidate, reason, request, rules))
+
+        return plan_in_order(request, may_go(), kept, policy.name)
+
+
 def plan_in_order(
     request: RoomRequest, ordered: Iterable[EvictionCandidate], kept: Iterable[Kept], policy: str
 ) -> EvictionPlan:
@@ -174,17 +288,18 @@ def plan_in_order(
 
     1. there is room already: nothing goes
     2. take candidates in order until the missing bytes are freed
-    3. all together do not free enough: none goes, with the reason
+    3. all together do not free enough: none goes, with the reason, and what would have to be
+       unpinned where that is all
     4. a later, larger victim may make earlier ones needless: spare what can be spared, the most
        worth first
 
     Args:
         request: the room that is needed, and what is free.
         ordered: candidates that may go, the least worth first.
-        kept: candidates that may not, with the reason: they come back in the plan.
+        kept: candidates that may not, with the reason: they come back in the plan. It may grow
+            while ``ordered`` is taken.
         policy: the name of the policy that ordered them, for reasons.
     """
-    stay = tuple(kept)
     missing_bytes = request.missing_bytes
     if missing_bytes == 0:  # 1
         return EvictionPlan(enough=True, reason="there is room already")
@@ -195,11 +310,15 @@ def plan_in_order(
             break
         chosen.append(candidate)
         freed_bytes += candidate.size_bytes
+    stay = tuple(kept)
     if freed_bytes < missing_bytes:  # 3
+        unpin = _to_unpin(stay, missing_bytes - freed_bytes)
+        advice = f"; unpin {', '.join(unpin)} to make it" if unpin else ""
         return EvictionPlan(
             enough=False,
             kept=stay,
-            reason=f"{missing_bytes} bytes are missing, {freed_bytes} could be freed, {len(stay)} copies may not go",
+            reason=f"{missing_bytes} bytes are missing, {freed_bytes} could be freed, {len(stay)} copies may not go{advice}",
+            unpin=unpin,
         )
     for candidate in reversed(chosen.copy()):  # 4
         if freed_bytes - candidate.size_bytes >= missing_bytes:
@@ -214,6 +333,46 @@ def plan_in_order(
         loss=sum(one.loss for one in victims),
         reason=f"{len(victims)} copies make room for {missing_bytes} bytes",
     )
+
+
+def _with_spared(plan: EvictionPlan, ordered: Sequence[EvictionCandidate]) -> EvictionPlan:
+    gone = {one.subject for one in plan.victims}
+    stay = (one for one in ordered if one.subject not in gone)
+    spared = tuple(
+        Spared(model=one.model, size_bytes=one.size_bytes, loss=one.loss)
+        for one in islice(stay, SPARED_SHOWN)
+    )
+    return replace(plan, victims=tuple(replace(one, spared=spared) for one in plan.victims))
+
+
+def _kept(
+    candidate: EvictionCandidate, reason: str, request: RoomRequest, rules: EvictionRules
+) -> Kept:
+    pin_alone = (
+        candidate.pinned and why_kept(replace(candidate, pinned=False), request, rules) is None
+    )
+    return Kept(
+        subject=candidate.subject,
+        reason=reason,
+        model=candidate.model,
+        size_bytes=candidate.size_bytes,
+        pin_alone=pin_alone,
+    )
+
+
+def _to_unpin(kept: Iterable[Kept], missing_bytes: int) -> tuple[ModelName, ...]:
+    """The fewest pinned models whose copies free so much; none where all of them do not."""
+    pinned: dict[ModelName, int] = {}
+    for one in kept:
+        if one.pin_alone:
+            pinned[one.model] = pinned.get(one.model, 0) + one.size_bytes
+    chosen: list[ModelName] = []
+    for model, size_bytes in sorted(pinned.items(), key=lambda each: (-each[1], each[0])):
+        if missing_bytes <= 0:
+            break
+        chosen.append(model)
+        missing_bytes -= size_bytes
+    return tuple(chosen) if missing_bytes <= 0 else ()
 
 
 def _victim(candidate: EvictionCandidate, now_s: float, policy: str) -> Victim:

@@ -78,6 +78,8 @@ class CandidateFacts:
     """Since when each subject has been there, ready to be used. One that is missing came now."""
     given_up: Collection[str] = ()
     """Subjects that have gone since the report."""
+    aged_s: float = 0.0
+    """How long ago the ages in what is reported were those."""
     misses: MissFacts | None = None
     """None: what a miss costs is not asked for."""
 
@@ -126,7 +128,7 @@ def _of_stage(
         node_id=worker.node_id,
         size_bytes=held.device_bytes,
         resident_since_s=facts.since_s.get(held.instance_id, facts.now_s),
-        last_used_s=facts.now_s - held.idle_s,
+        last_used_s=facts.now_s - facts.aged_s - held.idle_s,
         in_flight=held.in_flight,
         pinned=held.model in facts.models.pinned,
         busy=held.state in _BUSY,
@@ -153,7 +155,7 @@ def _of_copy(copy: Copy, node: NodeFacts, facts: CandidateFacts) -> EvictionCand
         node_id=node.node_id,
         size_bytes=copy.size_bytes,
         resident_since_s=facts.since_s.get(copy.digest, facts.now_s),
-        last_used_s=facts.now_s - copy.idle_s,
+        last_used_s=facts.now_s - facts.aged_s - copy.idle_s,
         leases=copy.leases,
         pinned=any(one.name in facts.models.pinned for one in models),
         penalty_s=min(penalty_s, MAX_PENALTY_S),

@@ -1,0 +1,276 @@
+"""A policy's choice for one start, from the facts that control has, in the form that it orders."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pilotlight.policy.coldstart.contention import FetchBooks
+from pilotlight.policy.coldstart.facts import ClusterFacts, Usual, servers_for
+from pilotlight.policy.coldstart.policies import CHOICES, StartPolicy
+from pilotlight.policy.coldstart.servers import (
+    Assigned,
+    Server,
+    StageChoice,
+    StartRequest,
+    StartRules,
+    StartScheme,
+    missing_parts,
+    predict,
+)
+from pilotlight.policy.coldstart.timings import Timings
+from pilotlight.policy.cost import stage_room, transfer_s
+from pilotlight.policy.model import Model
+from pilotlight.policy.phase import PhaseName
+from pilotlight.policy.placement import Candidate
+from pilotlight.policy.plan import Placement, Scheme, Snapshot
+
+ALTERNATIVES = 4
+"""Other workers that a decision is shown beside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceRules:
+    """Which policy chooses, and within which bounds."""
+
+    policy: StartPolicy = StartPolicy.PILOTLIGHT
+    start: StartRules = field(default_factory=lambda: StartRules(max_stages=1, max_steps=2000))
+    usual: Usual = field(default_factory=Usual)
+    bare: bool = False
+    """Every start makes its process anew, as on ParaServe's platform; else workers are up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStarts:
+    """What a choice knows beside the snapshot."""
+
+    timings: Timings = field(default_factory=Timings)
+    fetches: FetchBooks = field(default_factory=FetchBooks)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The choice."""
+
+    scheme: Scheme
+    meets_slo: bool
+    evicts: bool
+    """Some worker has not enough free room: what is idle there must go."""
+    candidates: tuple[Candidate, ...]
+    """The workers of its stages."""
+    alternatives: tuple[Scheme, ...] = ()
+    """What it was compared with, for whoever asks why: with fewer stages, and other workers."""
+
+
+def choose_with(
+    model: Model,
+    found: Sequence[Candidate],
+    snapshot: Snapshot,
+    rules: ChoiceRules,
+    known: KnownStarts,
+) -> Chosen | None:
+    """What a policy chooses; None where running fetches allow nothing, or no worker has the room.
+
+    1. workers on which the model has just failed, or whose device is degraded, are asked only when
+       the others give no scheme
+    2. then a scheme that meets the SLO, then one in free room over one for which something is
+       evicted
+    3. a start of ``pilotlight`` that is late by its waiting alone is chosen as for a request that
+       comes now, as far as that could be in time: it takes no more than its SLO needs, and its
+       fetches have deadlines again. Where it could not, and the SLO has passed, it gets one worker.
+       The least TTFT would take the most workers when fewest are free: an overload that feeds
+       itself
+
+    Args:
+        model: To be started.
+        found: Workers that may take a stage, with what is free and what eviction could free.
+        snapshot: Nodes, and what waits.
+        rules: The policy.
+        known: Timings, and the fetches that run.
+    """
+    tiers = (
+        [one for one in found if not one.failed_here and not one.degraded],
+        [one for one in found if not one.failed_here],
+        list(found),
+    )
+    asked = -1
+    for tier in tiers:  # 1
+        if len(tier) == asked:
+            continue
+        asked = len(tier)
+        request, servers = _asked(model, tier, snapshot, rules, known)
+        best = _in_room(request, servers, tier, rules)
+        if best is not None and not best.meets_slo and rules.policy is StartPolicy.PILOTLIGHT:
+            best = _as_if_new(request, servers, tier, rules) or best  # 3
+        if best is not None:
+            return best
+    return None
+
+
+def _in_room(
+    request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
+) -> Chosen | None:
+    """Rule 2."""
+    as_free = [
+        replace(server, free_bytes=one.free_bytes) if one.evictable_bytes > 0 else server
+        for server, one in zip(servers, tier, strict=True)
+    ]
+    free = _choose(request, as_free, tier, rules)
+    if free is not None and free.meets_slo:
+        return free
+    made = None
+    least_bytes = {
+        size: stage_room(request.model, request.model.spec.whole, size).least_bytes
+        for size in {one.worker.device.granule_bytes for one in tier}
+    }
+    if any(
+        one.evictable_bytes > 0 and one.free_bytes < least_bytes[one.worker.device.granule_bytes]
+        for one in tier
+    ):
+        made = _choose(request, servers, tier, rules)
+    return made if made is not None and (free is None or made.meets_slo) else free
+
+
+def _as_if_new(
+    request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
+) -> Chosen | None:
+    """Rule 3: what a request that comes now would get, if that is in time; else one worker, where
+    the SLO has passed.
+    """
+    waited_s = request.waited_s
+    if waited_s <= 0:
+        return None
+    found = _in_room(replace(request, waited_s=0.0), servers, tier, rules)
+    if found is not None and found.meets_slo:
+        late = replace(found.scheme, predicted_ttft_s=found.scheme.predicted_ttft_s + waited_s)
+        return replace(found, scheme=late, meets_slo=False)
+    if waited_s * 1000 < request.model.slo.ttft_ms:
+        return None
+    alone = replace(rules, start=replace(rules.start, max_stages=1))
+    return _in_room(request, servers, tier, alone)
+
+
+def _asked(
+    model: Model,
+    found: Sequence[Candidate],
+    snapshot: Snapshot,
+    rules: ChoiceRules,
+    known: KnownStarts,
+) -> tuple[StartRequest, Sequence[Server]]:
+    """The question to a policy: what is to be started, and where it could go."""
+    facts = ClusterFacts(
+        nodes={one.node_id: one for one in snapshot.nodes},
+        timings=known.timings,
+        usual=rules.usual,
+        bare=rules.bare,
+    )
+    servers = servers_for(model, found, facts)
+    waited_s = max(
+        (one.oldest_age_s for one in snapshot.demand if one.model == model.name), default=0.0
+    )
+    links = {link for server in servers for offer in server.offers for link in offer.links}
+    request = StartRequest(
+        model=model,
+        waited_s=waited_s,
+        books=known.fetches.forward(sorted(links), snapshot.now_s),
+        now_s=snapshot.now_s,
+    )
+    return request, servers
+
+
+def _choose(
+    request: StartRequest,
+    servers: Sequence[Server],
+    found: Sequence[Candidate],
+    rules: ChoiceRules,
+) -> Chosen | None:
+    model = request.model
+    scheme = CHOICES[rules.policy](request, servers, rules.start)
+    if scheme is None:
+        return None
+    by_id = {one.worker.worker_id: one for one in found}
+    used = tuple(by_id[stage.worker_id] for stage in scheme.stages)
+    placements: list[Placement] = []
+    for stage, candidate in zip(scheme.stages, used, strict=True):
+        device_bytes = stage.device_bytes
+        if scheme.size == 1:
+            room = stage_room(model, model.spec.whole, candidate.worker.device.granule_bytes)
+            device_bytes = room.granted_bytes(candidate.free_bytes)
+        placements.append(_placement(stage, device_bytes))
+    return Chosen(
+        scheme=_scheme(scheme, placements),
+        meets_slo=scheme.meets_slo,
+        evicts=any(
+            place.device_bytes > candidate.free_bytes
+            for place, candidate in zip(placements, used, strict=True)
+        ),
+        candidates=used,
+        alternatives=_alternatives(request, servers, rules, scheme),
+    )
+
+
+def _alternatives(
+    request: StartRequest, servers: Sequence[Server], rules: ChoiceRules, chosen: StartScheme
+) -> tuple[Scheme, ...]:
+    """What a decision is shown beside.
+
+    1. with more than one stage: the best with fewer, which was not good enough
+    2. the whole model on other workers: those that would have their bytes the soonest if they
+       fetched alone
+    """
+    others: list[StartScheme] = []
+    if chosen.size > 1:  # 1
+        fewer = replace(rules.start, max_stages=chosen.size - 1)
+        found = CHOICES[rules.policy](request, servers, fewer)
+        others += [found] if found is not None else []
+    taken = {stage.worker_id for stage in chosen.stages}
+    model, whole = request.model, request.model.spec.whole
+    soonest: list[tuple[float, str, Assigned]] = []
+    for server in servers:  # 2
+        if server.worker_id in taken:
+            continue
+        missing = missing_parts(model, whole, server)
+        size = sum(model.spec.part_bytes[part] for part in missing)
+        offers = [one for one in server.offers if one.has(missing)] if missing else []
+        if missing and not offers:
+            continue
+        offer = max(offers, key=lambda one: one.bytes_per_s, default=None)
+        alone_s = transfer_s(size, offer.bytes_per_s) if offer is not None else 0.0
+        one = Assigned(server=server, stage=whole, full=True, offer=offer)
+        soonest.append((alone_s, server.worker_id, one))
+    soonest.sort(key=lambda one: one[:2])
+    others += [predict(request, (one,), rules.start) for _, _, one in soonest[:ALTERNATIVES]]
+    return tuple(
+        _scheme(one, [_placement(stage, stage.device_bytes) for stage in one.stages])
+        for one in others
+    )
+
+
+def _placement(stage: StageChoice, device_bytes: int) -> Placement:
+    late = stage.fetch_deadline_s == math.inf
+    return Placement(
+        worker_id=stage.worker_id,
+        node_id=stage.node_id,
+        stage=stage.stage,
+        device_bytes=device_bytes,
+        source=stage.source,
+        fetch_bytes=stage.fetch_bytes,
+        fetch_deadline_s=None if late else stage.fetch_deadline_s,
+    )
+
+
+def _scheme(scheme: StartScheme, placements: Sequence[Placement]) -> Scheme:
+    costs = [stage.cost for stage in scheme.stages]
+    return Scheme(
+        pipeline_size=scheme.size,
+        full_memory_workers=scheme.full_memory_workers,
+        placements=tuple(placements),
+        predicted_ttft_s=scheme.ttft_s,
+        predicted_tpot_s=scheme.tpot_s,
+        predicted_phase_s={
+            PhaseName.FETCH: max(one.fetch_s for one in costs),
+            PhaseName.LOAD: max(one.load_s for one in costs),
+            PhaseName.INIT: max(one.init_s for one in costs),
+            PhaseName.PREFILL: sum(one.prefill_s for one in costs),
+        },
+        refusal=scheme.refusal,
+    )

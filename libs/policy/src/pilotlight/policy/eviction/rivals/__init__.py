@@ -1,0 +1,1 @@
+"""What others use, behind the same protocol: to compare with, and to choose from."""

@@ -1,0 +1,1 @@
+"""Simulations of the policies: the very functions that the services call."""

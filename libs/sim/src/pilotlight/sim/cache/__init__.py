@@ -1,0 +1,1 @@
+"""A cache of models under recorded or generated requests, with bounds on what any policy can do."""
