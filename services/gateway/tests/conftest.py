@@ -15,18 +15,30 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.service import Component, Context
 from pilotlight.common.store import text_key
 from pilotlight.common.testing import MakeContext, until
-from pilotlight.gateway.app import TRACED_PATHS, Pages, Serving, build_http, build_serving
+from pilotlight.gateway.app import (
+    TRACED_PATHS,
+    Serving,
+    build_http,
+    build_serving,
+    direct_routes,
+)
 from pilotlight.gateway.edge.bodies import BodyBudget
+from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.server import HttpServer
 from pilotlight.gateway.models.catalog import CatalogEntry
+from pilotlight.gateway.open_pages import Pages
 from pilotlight.gateway.openai.api import Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.names import NamedModels
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.testing import ScriptedWorker, entries_of
-from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
+from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.routes import SurfaceParts, surface_routes
+from pilotlight.gateway.surfaces.testing import KeptResponses
 from pilotlight.gateway.testing import (
     API_KEY,
     RESERVED_HELPERS,
@@ -60,6 +72,7 @@ class World:
     bodies: BodyBudget
     metrics: CollectorRegistry
     usage: NotedUsage
+    responses: KeptResponses
     entry: CatalogEntry
     texts: Texts
     tokenizer: TextTokenizer
@@ -117,7 +130,10 @@ async def make_world(
             *, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object
         ) -> World:
             context = make_context(
-                "gateway", GatewaySettings(port=0, run_dir=tmp_path, **{"drain_s": 1.0, **changes})
+                "gateway",
+                GatewaySettings(
+                    port=0, run_dir=tmp_path, **{"drain_s": 1.0, "text_helpers": 2, **changes}
+                ),
             )
             await context.store.put_if_absent(text_key(text.digest()), encode(text))
             world = _world(
@@ -166,14 +182,21 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
     usage = NotedUsage()
     measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(
-        requests=serving.requests, usage=usage, measures=measures, clock=context.clock
+        requests=serving.requests,
+        starts=serving.starts,
+        usage=usage,
+        measures=measures,
+        clock=context.clock,
     )
     texts = build_texts(context, RESERVED_HELPERS)
+    encoder, responses = PromptEncoder(texts), KeptResponses()
     api = OpenAiApi(
-        KnownModels([entry]),
+        NamedModels(
+            KnownModels([entry]), parsed_aliases(settings.model_aliases), settings.default_model
+        ),
         FixedKeys(),
         exchanges,
-        PromptEncoder(texts),
+        encoder,
         Limits(
             max_body_bytes=settings.max_body_bytes,
             max_requests=settings.max_requests,
@@ -181,12 +204,22 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
             request_timeout_s=settings.request_timeout_s,
         ),
     )
+    surfaces = SurfaceParts(
+        api=api,
+        encoder=encoder,
+        responses=responses,
+        clock=context.clock,
+        door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
+    )
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
-    app = build_http(api, pages, Starlette())
+    app = build_http(api, surface_routes(surfaces), pages, Starlette(), Starlette())
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
-    edge = Edge(app, TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies))
+    edge = Edge(
+        app, direct_routes(api), TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies)
+    )
+    origins = parsed_list(settings.cors_origins)
     server = HttpServer(
-        edge,
+        CrossOrigin(edge, origins) if origins else edge,
         serving.queue.close,
         context.background,
         host=settings.host,
@@ -202,6 +235,7 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
         bodies=bodies,
         metrics=context.metrics,
         usage=usage,
+        responses=responses,
         entry=entry,
         texts=texts,
         tokenizer=TextTokenizer(bundle),

@@ -84,11 +84,17 @@ async def test_whole_gateway(make_context, settings, bundle, bus):
         body = {"model": ModelName("org/fox"), "messages": [{"role": "user", "content": "hi"}]}
         answer = (await http.post("/v1/chat/completions", json=body)).json()
         assert answer["choices"][0]["message"]["content"] == "hello"
+        asked = {"model": "org/fox", "input": "hi", "store": True}
+        response = (await http.post("/v1/responses", json=asked)).json()
+        assert response["store"] is True
+        kept = (await http.get(f"/v1/responses/{response['id']}")).json()
+        assert kept == response
     await worker.die()
     for component in reversed(application.components):
         await component.stop()
     async with database.reading() as connection:
-        (row,) = (await connection.execute(select(tables.usage))).all()
+        row, other = (await connection.execute(select(tables.usage))).all()
+    assert other.status == "ok"
     assert (row.model, row.status, row.output_tokens) == (
         "org/fox",
         "ok",

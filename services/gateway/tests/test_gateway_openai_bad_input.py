@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pilotlight.gateway.app import OPEN_PATHS
+from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.testing import ADMIN_KEY
 from pilotlight.text.tokenizer import TextTokenizer
 
@@ -33,7 +34,7 @@ CASES = [
     (CHAT, "[]", 400, None),
     (CHAT, '"text"', 400, None),
     (CHAT, "12", 400, None),
-    (CHAT, "{}", 400, "model"),
+    (CHAT, "{}", 400, "messages"),
     (CHAT, '{"model": "fox"}', 400, "messages"),
     (CHAT, '{"messages": [{"role": "user", "content": "x"}]}', 400, "model"),
     (CHAT, chat(messages=[]), 400, "messages"),
@@ -169,7 +170,7 @@ CASES = [
     (CHAT, chat() + "x", 400, None),
     (CHAT, "\ufeff" + chat(), 400, None),
     (CHAT, chat(messages=[{"role": "user", "content": "hello fox " * 3000}]), 400, None),
-    (TEXT, "{}", 400, "model"),
+    (TEXT, "{}", 400, "prompt"),
     (TEXT, '{"model": "fox"}', 400, "prompt"),
     (TEXT, text(prompt=None), 400, "prompt"),
     (TEXT, text(prompt=3), 400, "prompt"),
@@ -292,22 +293,29 @@ async def test_405_names_what_is_allowed(world):
     assert "POST" in (await world.http.get(CHAT)).headers["allow"]
 
 
+OTHER_SHAPES = ("/api/", "/v1/messages")
+"""Routes whose errors look as those of another API."""
+
+
 async def test_every_route_is_closed_unless_listed_as_open(world):
     paths = set()
     for route in world.app.routes:
-        if route.path == "/admin/v1":
-            continue  # its own test walks it
-        path = route.path.replace("{name:path}", "fox")
+        if route.path in ("/admin/v1", "/ui"):
+            continue  # tests of their own walk them
+        path = route.path.replace("{name:path}", "fox").replace("{response_id}", "resp_1")
         paths.add(path)
-        method = "POST" if "POST" in route.methods else "GET"
+        method = min(route.methods - {"HEAD"})
         for key in ("", "Bearer wrong", f"Bearer {ADMIN_KEY}", "Basic eDp5", "Bearer"):
             response = await world.http.request(method, path, headers={"authorization": key})
             if path in OPEN_PATHS:
                 assert response.status_code == 200, path
             else:
                 assert response.status_code == (403 if ADMIN_KEY in key else 401), path
-                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+                assert isinstance(response.json()["error"], str) == path.startswith("/api/")
+                if not path.startswith(OTHER_SHAPES):
+                    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert paths >= OPEN_PATHS
+    assert len(world.app.routes) > 20
 
 
 async def test_too_many_headers(world):
@@ -342,17 +350,23 @@ async def test_accepted_though_unusual(world):
     ).status_code == 200
 
 
-async def test_a_bug_is_told_and_ends_nothing(world):
-    (route,) = [route for route in world.app.routes if route.path == CHAT]
+async def test_a_bug_is_told_and_ends_nothing(world, monkeypatch):
+    """On the short way of most requests, and on that of all others."""
+    monkeypatch.setattr(PromptEncoder, "chat", _raise)
+    (route,) = [route for route in world.app.routes if route.path == "/v1/models"]
     route.app = _raise
-    response = await world.http.post(CHAT, content=chat())
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "internal"
-    assert "KeyError" not in response.text
+    for response in (
+        await world.http.post(CHAT, content=chat()),
+        await world.http.get("/v1/models"),
+    ):
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal"
+        assert response.headers["x-request-id"]
+        assert "KeyError" not in response.text
     assert (await world.http.get("/healthz")).status_code == 200
 
 
-async def _raise(scope, receive, send):
+async def _raise(*_):
     raise KeyError("a bug")
 
 
@@ -361,14 +375,23 @@ async def test_openapi_document(world):
     assert document["openapi"].startswith("3.1")
     schemas = document["components"]["schemas"]
     assert schemas["ChatRequest"]["properties"]["temperature"]
-    assert set(schemas["ChatRequest"]["required"]) == {"model", "messages"}
+    assert set(schemas["ChatRequest"]["required"]) == {"messages"}
     assert "/v1/chat/completions" in document["paths"]
-    for path in document["paths"].values():
-        ((method, operation),) = path.items()
-        answer = operation["responses"]["200"]
-        # Only what is asked for with POST can be streamed.
-        assert (
-            ("text/event-stream" in answer["content"])
-            == ("stream" in answer["description"])
-            == (method == "post")
-        )
+    streamed = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            answer = operation["responses"]["200"]
+            kinds = set(answer["content"]) - {"application/json"}
+            assert bool(kinds) == ("stream" in answer["description"])
+            # Only what is asked for with POST can be streamed.
+            assert not kinds or method == "post"
+            if kinds:
+                streamed.add((path, *kinds))
+    assert streamed == {
+        ("/v1/chat/completions", "text/event-stream"),
+        ("/v1/completions", "text/event-stream"),
+        ("/v1/responses", "text/event-stream"),
+        ("/v1/messages", "text/event-stream"),
+        ("/api/chat", "application/x-ndjson"),
+        ("/api/generate", "application/x-ndjson"),
+    }

@@ -75,6 +75,11 @@ async def test_a_silent_neighbour_holds_nobody_up(tmp_path):
     assert page == b""
 
 
+async def test_the_dashboard_is_found_without_its_slash(world):
+    answer = await world.http.get("/ui")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/ui/")
+
+
 async def test_health_and_readiness(world):
     assert (await world.http.get("/healthz")).text == "ok\n"
     assert (await world.http.get("/readyz")).status_code == 200

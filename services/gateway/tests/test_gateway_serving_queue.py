@@ -46,6 +46,9 @@ class Slots:
     def handed(self, instance_id, tokens):
         self.handed_tokens += tokens
 
+    def is_warm(self, model):
+        return self.free > 0
+
     def is_ready(self, instance_id):
         return self.ready
 

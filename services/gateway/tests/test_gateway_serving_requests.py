@@ -13,7 +13,7 @@ from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.messages.demand import DEMAND_SUBJECTS, DemandVector
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import loader_report_subject
-from pilotlight.gateway.serving.testing import NODE, loader_report
+from pilotlight.gateway.serving.testing import NODE, entries_of, loader_report
 from pilotlight.gateway.testing import DIGEST
 from pilotlight.policy.cluster import Transfer
 from pilotlight.policy.ids import ModelName
@@ -163,3 +163,20 @@ async def test_stopping_lets_held_requests_go(make_world):
     response = await asking
     assert response.status_code == 503
     assert "stopping" in response.json()["error"]["message"]
+
+
+async def test_what_runs_past_the_drain_may_be_asked_again(make_world):
+    """A request without an answer gets 503, and not the 500 of a bug."""
+    world = await make_world(drain_s=1.0)
+    worker = await world.worker()
+    worker.script = lambda submit: entries_of(submit, [], finish=None)
+    asking = asyncio.create_task(
+        world.http.post("/v1/completions", json={"model": "fox", "prompt": "x", "max_tokens": 99})
+    )
+    await worker.until(lambda: len(worker.submits) == 1)
+    await world.server.stop()
+    response = await asking
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert "stopping" in response.json()["error"]["message"]
+    assert world.usage.rows[0]["status"] == "cancelled"

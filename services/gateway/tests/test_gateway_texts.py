@@ -22,6 +22,7 @@ from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.schema.requests import ChatRequest
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import RESERVED_HELPERS, TEXT_HELPER_MEMORY_BYTES
+from pilotlight.gateway.texts import pool
 from pilotlight.gateway.texts.frames import Chat, Conversation, Give
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launched, end
 from pilotlight.gateway.texts.strikes import MAX_STRIKES
@@ -177,8 +178,24 @@ async def test_long_jobs_stand_in_front_of_nobody(world):
     await asyncio.gather(*flood)
 
 
-async def test_what_waits_is_bounded(make_context: MakeContext, tmp_path: Path, world):
+async def test_many_prompts_of_one_client_wait(make_context: MakeContext, tmp_path: Path, world):
+    """Long before anything is full, none is refused."""
+    texts = build_texts(
+        make_context("gateway", GatewaySettings(run_dir=tmp_path)), RESERVED_HELPERS
+    )
+    waiting = [asyncio.create_task(texts.encode(job(world), "one")) for _ in range(1000)]
+    await pause(0)
+    assert not any(task.done() for task in waiting)
+    await texts.stop()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in ended} == {TextUnavailable}
+
+
+async def test_what_waits_is_bounded(
+    make_context: MakeContext, tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
+):
     """Without a helper everything waits."""
+    monkeypatch.setattr(pool, "MAX_WAITING", 256)
     texts = build_texts(
         make_context("gateway", GatewaySettings(run_dir=tmp_path)), RESERVED_HELPERS
     )
@@ -200,16 +217,16 @@ async def test_a_bundle_that_many_jobs_bring_takes_its_room_once(
 ):
     """As when many requests come at once for a model that no helper has met."""
     settings = GatewaySettings(run_dir=tmp_path, text_queue_bytes=1 << 20)
-    pool = build_texts(make_context("gateway", settings), RESERVED_HELPERS)._pool
+    helpers = build_texts(make_context("gateway", settings), RESERVED_HELPERS)._pool
 
     def bringing(digest: str, size_bytes: int) -> asyncio.Task[Any]:
         give = Give(digest=Digest(digest), bundle=bytes(size_bytes))
-        return asyncio.create_task(pool.do(job(world), owner="one", model=digest, give=give))
+        return asyncio.create_task(helpers.do(job(world), owner="one", model=digest, give=give))
 
     waiting = [bringing("first", 600_000) for _ in range(100)]
     await pause(0)
     assert not any(task.done() for task in waiting)
-    assert len({id(one.give.bundle) for one in pool._waiting.values() if one.give}) == 1
+    assert len({id(one.give.bundle) for one in helpers._waiting if one.give}) == 1
     with pytest.raises(QueueFull):
         await bringing("second", 600_000)
     for task in waiting:
@@ -218,7 +235,7 @@ async def test_a_bundle_that_many_jobs_bring_takes_its_room_once(
     fits = bringing("second", 600_000)
     await pause(0)
     assert not fits.done()
-    await pool.stop()
+    await helpers.stop()
     with pytest.raises(HelperLost):
         await fits
 

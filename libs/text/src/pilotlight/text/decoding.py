@@ -6,8 +6,7 @@ refuses decoders whose work has no bound; the gateway's event loop loads that.
 """
 
 import json
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import tokenizers
@@ -54,11 +53,14 @@ class TokenDecoder:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         """Tokens that have a text. A model may know more ids: its vocabulary is often rounded up.
         """
+        self._visible: set[int] = set()
+        """Those that were asked about: all of them would take a moment to find."""
         self._byte_tokens = self._find_byte_tokens()
         self._added_texts = {token_id: text for text, token_id in self.added_tokens.items()}
         # In the letters of byte-level tokenizers é is spelled in two; every other decoder leaves
         # them as they are.
-        self._byte_level = tokenizer.decoder is not None and tokenizer.decoder.decode(["Ã©"]) == "é"
+        self.byte_level = tokenizer.decoder is not None and tokenizer.decoder.decode(["Ã©"]) == "é"
+        """Its text is the UTF-8 of its tokens' bytes, one after the other."""
 
     @classmethod
     def of(
@@ -83,8 +85,12 @@ class TokenDecoder:
         Raises:
             TextFailed: the library panics on them.
         """
-        with _panics():
+        try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise _failed(error) from error
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, which may be only parts of characters; those of an output's tokens
@@ -101,16 +107,33 @@ class TokenDecoder:
             return self._added_texts[token_id].encode()
         if token_id in self._byte_tokens:
             return bytes([int(piece[3:-1], 16)])
-        if self._byte_level:
+        if self.byte_level:
             return b"".join(_BYTES_OF.get(char) or char.encode() for char in piece)
         # Among others: alone, a word would lose the blank before it.
         decoder = self._tokenizer.decoder
-        with _panics():
+        try:
             return (decoder.decode(["a", piece])[1:] if decoder is not None else piece).encode()
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise _failed(error) from error
 
     def is_visible(self, token_id: int) -> bool:
         """Whether ``decode`` looks at this id at all when it skips special tokens."""
-        return token_id not in self._specials and self._tokenizer.id_to_token(token_id) is not None
+        if token_id in self._visible:
+            return True
+        visible = (
+            token_id not in self._specials and self._tokenizer.id_to_token(token_id) is not None
+        )
+        if visible:
+            self._visible.add(token_id)
+        return visible
+
+    def are_visible(self, token_ids: Sequence[int]) -> bool:
+        """Whether ``decode`` looks at all of them; False also where one is asked about for the
+        first time.
+        """
+        return self._visible.issuperset(token_ids)
 
     def is_byte(self, token_id: int) -> bool:
         """Whether this is a byte-fallback token: a run of them is decoded as one."""
@@ -126,14 +149,8 @@ class TokenDecoder:
         return frozenset(byte_tokens)
 
 
-@contextmanager
-def _panics() -> Generator[None]:
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise TextFailed(f"the model's tokenizer fails on its own tokens: {error}") from error
+def _failed(panic: BaseException) -> TextFailed:
+    return TextFailed(f"the model's tokenizer fails on its own tokens: {panic}")
 
 
 def is_panic(error: BaseException) -> bool:

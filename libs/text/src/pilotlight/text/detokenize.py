@@ -16,6 +16,8 @@ from pilotlight.text.decoding import TokenDecoder
 
 WINDOW_TOKENS = 24
 """The window is cut when it is longer."""
+AT_ONCE_TOKENS = 64
+"""Tokens that come together are decoded together, up to so many."""
 KEPT_TOKENS = 8
 """Left after a cut. An unfinished character has at most three bytes, so at most three tokens; the
 others are context."""
@@ -31,6 +33,8 @@ class Detokenizer:
 
     A token costs the decoding of a window, however long the output. A run of byte-fallback tokens
     is held back until it ends, because one invalid byte in it changes how all of it is decoded.
+    Where the tokens' bytes are the text, tokens that come together cost one decoding; other
+    decoders may look at neighbours, and what they give must not depend on what comes together.
     """
 
     def __init__(self, tokenizer: TokenDecoder, kept: Collection[int] = ()) -> None:
@@ -39,28 +43,47 @@ class Detokenizer:
         self._kept = frozenset(kept)
         self._window: list[int] = []
         self._given_chars = 0
+        self._whole = True
+        """All of the window's text was given out."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; often empty."""
-        return "".join(self._push(token_id) for token_id in token_ids)
+        if not self._tokenizer.byte_level:
+            return "".join(self._push(token_id) for token_id in token_ids)
+        if not self._tokenizer.are_visible(token_ids):
+            token_ids = [token_id for token_id in token_ids if self._is_shown(token_id)]
+        pieces: list[str] = []
+        for start in range(0, len(token_ids), AT_ONCE_TOKENS):
+            self._window += token_ids[start : start + AT_ONCE_TOKENS]
+            pieces.append(self._advanced())
+        return "".join(pieces)
 
     def flush(self) -> str:
         """What is still held back, at the end of the output."""
-        rest = self._decoded()[self._given_chars :]
+        rest = "" if self._whole else self._decoded()[self._given_chars :]
         self._window.clear()
         self._given_chars = 0
         return rest
 
     def _push(self, token_id: int) -> str:
-        if not self._tokenizer.is_visible(token_id) and token_id not in self._kept:
+        if not self._is_shown(token_id):
             return ""
         self._window.append(token_id)
+        self._whole = False
         if self._tokenizer.is_byte(token_id):
             return ""
+        return self._advanced()
+
+    def _is_shown(self, token_id: int) -> bool:
+        return self._tokenizer.is_visible(token_id) or token_id in self._kept
+
+    def _advanced(self) -> str:
+        """What the window's end completes."""
         text = self._decoded()
         stable_chars = _stable_chars(text)
         new = text[self._given_chars : stable_chars]
         self._given_chars = max(self._given_chars, stable_chars)
+        self._whole = self._given_chars >= len(text)
         if len(self._window) > WINDOW_TOKENS:
             del self._window[:-KEPT_TOKENS]
             # The shorter window may decode otherwise at its beginning, but it ends alike: what is

@@ -46,6 +46,11 @@ class StopMatcher:
         become complete."""
         self._ended = False
 
+    @property
+    def empty(self) -> bool:
+        """There is no stop string."""
+        return not self._automata
+
     def feed(self, text: str) -> Stopped:
         """Add text; get what can be shown now. After a stop string nothing more comes."""
         if self._ended:

@@ -23,7 +23,8 @@ class OutputDelta(msgspec.Struct, frozen=True):
 class OutputText:
     """Detokenizer and stop strings of one output.
 
-    Tokens are looked at one by one, so text and count do not depend on how the engine batches them.
+    With stop strings tokens are looked at one by one, so text and count do not depend on how the
+    engine batches them.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class OutputText:
         shown: list[str] = []
         if self._ended:
             return OutputDelta("", 0)
+        if self._stops.empty:
+            return OutputDelta(self._detokenizer.feed(token_ids), len(token_ids))
         for used, token_id in enumerate(token_ids, 1):
             found = self._stops.feed(self._detokenizer.feed([token_id]))
             shown.append(self._shown(found))

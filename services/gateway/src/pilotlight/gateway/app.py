@@ -1,15 +1,12 @@
 """Puts the gateway together."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
@@ -25,20 +22,24 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.admin.drains import DrainRepository
+from pilotlight.gateway.admin.live import LiveView
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.edge.bodies import BodyBudget
+from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.server import HttpServer
 from pilotlight.gateway.models.catalog import Catalog
 from pilotlight.gateway.models.registration import Registration
+from pilotlight.gateway.open_pages import OPEN_PAGES, Pages
 from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, Limits, OpenAiApi
 from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.names import NamedModels
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
-from pilotlight.gateway.records import scrape
 from pilotlight.gateway.records.audit import AuditLog
-from pilotlight.gateway.records.display import DecisionReader
+from pilotlight.gateway.records.display import DecisionReader, Display
+from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
 from pilotlight.gateway.records.usage import UsageRecorder
@@ -51,14 +52,25 @@ from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 from pilotlight.gateway.serving.requests import RequestParts, Requests
 from pilotlight.gateway.serving.route import Router
-from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.serving.starts import Starts
+from pilotlight.gateway.sessions import Sessions
+from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
+from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.responses.store import ResponseRepository
+from pilotlight.gateway.surfaces.routes import ANSWERING_PATHS, SurfaceParts, surface_routes
 from pilotlight.gateway.texts.texts import build_texts
+from pilotlight.gateway.ui.app import CHAT, SessionKeys, UiParts, build_ui
+from pilotlight.gateway.ui.door import MOUNTED_AT
+from pilotlight.gateway.ui.pages import PageParts
+from pilotlight.gateway.ui.templating import Templates
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.ids import GatewayId
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/v1/openapi.json"})
+OPEN_PATHS = OPEN_PAGES | {"/v1/openapi.json"}
 """Routes without a key; a test walks all others."""
-TRACED_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+DIRECT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+"""Most requests: they have a short way to their handlers."""
+TRACED_PATHS = DIRECT_PATHS | ANSWERING_PATHS | {MOUNTED_AT + CHAT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +84,7 @@ class Serving:
     demand: DemandPublisher
     arrivals: ArrivalPublisher
     requests: Requests
+    starts: Starts
 
 
 def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Serving:
@@ -117,49 +130,31 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
         demand=demand,
         arrivals=arrivals,
         requests=Requests(parts),
+        starts=Starts(fleet, clock),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
-    """What the open routes tell."""
+def build_http(
+    api: OpenAiApi, surfaces: Sequence[Route], pages: Pages, admin: ASGIApp, ui: ASGIApp
+) -> Starlette:
+    """Every route of the gateway.
 
-    metrics: CollectorRegistry
-    run_dir: Path
-    not_ready: Callable[[], str | None]
-    metrics_dir: Path | None = None
-
-    def routes(self) -> list[Route]:
-        """Health, readiness and metrics."""
-        return [
-            Route("/healthz", self.healthz),
-            Route("/readyz", self.readyz),
-            Route("/metrics", self.metrics_page),
-        ]
-
-    async def healthz(self, _: Request) -> Response:
-        """The event loop turns."""
-        return PlainTextResponse("ok\n")
-
-    async def readyz(self, _: Request) -> Response:
-        """Requests can be served, or why not."""
-        reason = self.not_ready()
-        return (
-            PlainTextResponse("ready\n")
-            if reason is None
-            else PlainTextResponse(f"{reason}\n", 503)
-        )
-
-    async def metrics_page(self, _: Request) -> Response:
-        """Metrics of every service on this machine."""
-        page = await scrape.collect(self.metrics, self.run_dir, os.getpid(), self.metrics_dir)
-        return Response(page, headers={"content-type": scrape.CONTENT_TYPE})
-
-
-def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
-    """Every route of the gateway."""
+    Args:
+        api: the OpenAI-compatible routes.
+        surfaces: other shapes of the same answers.
+        pages: the open routes.
+        admin: the admin API, as an application of its own.
+        ui: the dashboard, likewise.
+    """
     app = Starlette(
-        routes=[*pages.routes(), *api.routes(), Mount("/admin/v1", app=admin)],
+        routes=[
+            *pages.routes(),
+            *api.routes(),
+            *surfaces,
+            Mount("/admin/v1", app=admin),
+            Route(MOUNTED_AT, _to_ui),
+            Mount(MOUNTED_AT, app=ui),
+        ],
         exception_handlers={
             PilotlightError: on_error,
             HTTPException: on_http_error,
@@ -171,8 +166,23 @@ def build_http(api: OpenAiApi, pages: Pages, admin: ASGIApp) -> Starlette:
     return app
 
 
+def direct_routes(api: OpenAiApi) -> list[Route]:
+    """Those of ``DIRECT_PATHS``."""
+    return [route for route in api.routes() if route.path in DIRECT_PATHS]
+
+
+async def _to_ui(_: Request) -> Response:
+    """What people type is the dashboard's first page."""
+    return RedirectResponse(f"{MOUNTED_AT}/")
+
+
 def build_server(
-    context: Context[GatewaySettings], serving: Serving, api: OpenAiApi, admin: ASGIApp
+    context: Context[GatewaySettings],
+    serving: Serving,
+    api: OpenAiApi,
+    surfaces: Sequence[Route],
+    admin: ASGIApp,
+    ui: ASGIApp,
 ) -> HttpServer:
     """What listens, and says whether it is ready.
 
@@ -180,7 +190,9 @@ def build_server(
         context: settings, metrics and background of the service.
         serving: its queue is closed before connections are.
         api: the OpenAI-compatible routes.
+        surfaces: other shapes of the same answers.
         admin: the admin API, as an application of its own.
+        ui: the dashboard, likewise.
     """
     settings = context.settings
 
@@ -194,13 +206,16 @@ def build_server(
         metrics_dir=settings.metrics_dir,
     )
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
+    edge = Edge(
+        build_http(api, surfaces, pages, admin, ui),
+        direct_routes(api),
+        TRACED_PATHS,
+        bodies,
+        HttpMeasures(context.metrics, bodies),
+    )
+    origins = parsed_list(settings.cors_origins)
     server = HttpServer(
-        Edge(
-            build_http(api, pages, admin),
-            TRACED_PATHS,
-            bodies,
-            HttpMeasures(context.metrics, bodies),
-        ),
+        CrossOrigin(edge, origins) if origins else edge,
         serving.queue.close,
         context.background,
         host=settings.host,
@@ -232,33 +247,66 @@ async def build(context: Context[GatewaySettings]) -> Application:
     serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(
-        requests=serving.requests, usage=usage, measures=measures, clock=clock
+        requests=serving.requests,
+        starts=serving.starts,
+        usage=usage,
+        measures=measures,
+        clock=clock,
     )
-    api = OpenAiApi(
-        catalog,
-        authenticator,
-        exchanges,
-        PromptEncoder(texts),
-        Limits(
-            max_body_bytes=settings.max_body_bytes,
-            max_requests=settings.max_requests,
-            max_choices=settings.max_choices,
-            request_timeout_s=settings.request_timeout_s,
-        ),
+    limits = Limits(
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+        max_choices=settings.max_choices,
+        request_timeout_s=settings.request_timeout_s,
     )
+    encoder = PromptEncoder(texts)
+    models = NamedModels(catalog, parsed_aliases(settings.model_aliases), settings.default_model)
+    api = OpenAiApi(models, authenticator, exchanges, encoder, limits)
+    sessions = Sessions(authenticator, clock)
+    display, recent = Display(database), RecentReader(database, clock)
+    live = LiveView(serving.fleet, catalog, recent, background)
+    drains = DrainRepository(database, clock)
     audit = AuditLog(database, clock, background, context.metrics)
     admin = build_admin(
         AdminParts(
-            authenticator=authenticator,
+            sessions=sessions,
             registration=registration,
-            database=database,
             fleet=serving.fleet,
             bus=context.bus,
             audit=audit,
-            drains=DrainRepository(database, clock),
+            drains=drains,
+            display=display,
+            recent=recent,
+            live=live,
         )
     )
-    server = build_server(context, serving, api, admin)
+    ui = build_ui(
+        UiParts(
+            sessions=sessions,
+            pages=PageParts(
+                templates=Templates(clock),
+                clock=clock,
+                fleet=serving.fleet,
+                registration=registration,
+                drains=drains,
+                display=display,
+                recent=recent,
+                audit=audit,
+            ),
+            chat=OpenAiApi(models, SessionKeys(sessions), exchanges, encoder, limits).chat,
+            secure=settings.public_url.startswith("https:"),
+        )
+    )
+    surfaces = surface_routes(
+        SurfaceParts(
+            api=api,
+            encoder=encoder,
+            responses=ResponseRepository(database, clock, settings.responses_max_per_key),
+            clock=clock,
+            door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
+        )
+    )
+    server = build_server(context, serving, api, surfaces, admin, ui)
 
     def url() -> str:
         return settings.public_url or f"http://{settings.host}:{server.port}"
@@ -287,6 +335,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
         serving.demand,
         serving.arrivals,
         server,
+        # After the server: streams of pages end first, or the server would wait for them.
+        live,
         presence,
     ]
     return Application(components=components, ready=lambda: unready(server, context))

@@ -200,9 +200,14 @@ class Authenticator:
         presented = presented.strip()
         if scheme.lower() != "bearer" or not presented:
             raise Unauthorized("the Authorization header must be `Bearer KEY`")
-        if len(presented) > MAX_KEY_CHARS:
-            raise Unauthorized("this key is not valid")
-        digest = self._hash(presented)
+        return await self.require_hashed(self.hash_of(presented), role)
+
+    async def require_hashed(self, digest: str, role: Role) -> KeyInfo:
+        """Whose key has this hash?
+
+        Raises:
+            Unauthorized, Forbidden, DatabaseUnavailable: as ``require``.
+        """
         key = await self._find(digest)
         if key is None:
             raise Unauthorized("this key is not valid")
@@ -234,8 +239,22 @@ class Authenticator:
         self._cache[digest] = _Cached(key, now_s)
         return key
 
+    def hash_of(self, presented: str) -> str:
+        """What is stored of a key.
+
+        Raises:
+            Unauthorized: no key is as long.
+        """
+        if len(presented) > MAX_KEY_CHARS:
+            raise Unauthorized("this key is not valid")
+        return self._hash(presented)
+
+    def secret_for(self, purpose: str) -> bytes:
+        """A secret that every gateway of the installation derives alike, one for each purpose."""
+        return hmac.new(self._pepper, f"purpose: {purpose}".encode(), hashlib.sha256).digest()
+
     def _hash(self, presented: str) -> str:
-        return hmac.new(self._pepper, presented.encode(), hashlib.sha256).hexdigest()
+        return hmac.digest(self._pepper, presented.encode(), "sha256").hex()
 
     def _bootstrap_key(self, path: Path, role: Role) -> ApiKey:
         try:

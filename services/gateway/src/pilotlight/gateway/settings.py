@@ -1,13 +1,17 @@
 """The gateway's settings."""
 
+import re
+from ipaddress import ip_network
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pilotlight.common.db.retention import PruneSettings
 from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.model_roots import ModelRootsSettings
 from pilotlight.common.settings import DatabaseSettings, PilotlightSettings, ServiceSettings
+
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?")
 
 
 class AccessSettings(PilotlightSettings):
@@ -90,7 +94,7 @@ class GatewaySettings(
         ge=0,
         le=64,
         description="Prompts that are prepared at a time, each by a process of its own that may be lost; at least 2. 0: one for each core, "
-        "at most 8. There is always one process more, as a spare.",
+        "3 to 8. There is always one process more, as a spare.",
     )
     text_helper_memory_bytes: int = Field(
         1024 * 1024 * 1024,
@@ -110,7 +114,25 @@ class GatewaySettings(
     text_queue_bytes: int = Field(
         128 * 1024 * 1024,
         ge=1024 * 1024,
-        description="Bytes of prompts that wait to be prepared; beyond them requests get 429.",
+        description="Bytes of prompts that wait to be prepared, of one key at most half; beyond them requests get 429.",
+    )
+    cors_origins: str = Field(
+        "",
+        description="Origins whose pages may call the API from a browser, separated by commas, for example `https://app.example.org`; "
+        "`*` is any. The admin API and the dashboard are never shared.",
+    )
+    model_aliases: str = Field(
+        "",
+        description="Other names of models, as `alias=model`, separated by commas. A registered model goes before an alias.",
+    )
+    default_model: str = Field(
+        "",
+        description="Model, or alias, of requests that name none; without it they get 400.",
+    )
+    ollama_clients: str = Field(
+        "",
+        description="Addresses and networks, separated by commas, whose clients need no key for Ollama's API, for example `127.0.0.1`. "
+        "Behind a proxy all clients have the proxy's address.",
     )
     hold_timeout_s: float = Field(
         120.0, gt=0, description="How long a request waits for an instance before it gets 503."
@@ -122,6 +144,17 @@ class GatewaySettings(
     )
     drain_s: float = Field(
         8.0, ge=0, description="How long streams may go on after the gateway is told to stop."
+    )
+    responses_keep_days: float = Field(
+        30.0,
+        gt=0,
+        description="Days for which answers of the Responses API are kept, for clients that go on from them.",
+    )
+    responses_max_per_key: int = Field(
+        10_000, ge=1, description="Such answers of one key that are kept at most, the newest."
+    )
+    responses_max_rows: int = Field(
+        1_000_000, ge=0, description="Such answers of all keys, likewise; 0: no limit."
     )
     usage_keep_days: float = Field(
         400.0, gt=0, description="Days for which usage is kept: what bills are made from."
@@ -141,3 +174,44 @@ class GatewaySettings(
     spans_max_rows: int = Field(
         1_000_000, ge=0, description="Spans that are kept at most, the newest; 0: no limit."
     )
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _are_aliases(cls, value: str) -> str:
+        parsed_aliases(value)
+        return value
+
+    @field_validator("ollama_clients")
+    @classmethod
+    def _are_networks(cls, value: str) -> str:
+        for part in parsed_list(value):
+            ip_network(part)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in parsed_list(value):
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"{origin!r} is no origin: https://host or https://host:port")
+        return value
+
+
+def parsed_list(value: str) -> tuple[str, ...]:
+    """The parts of a setting that has commas between them."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def parsed_aliases(value: str) -> dict[str, str]:
+    """Aliases, with the models that they stand for.
+
+    Raises:
+        ValueError: it is no list of ``alias=model``.
+    """
+    aliases: dict[str, str] = {}
+    for part in parsed_list(value):
+        alias, equals, model = (piece.strip() for piece in part.partition("="))
+        if not equals or not alias or not model or alias in aliases:
+            raise ValueError(f"{part!r} is no alias=model, or its alias stands there twice")
+        aliases[alias] = model
+    return aliases

@@ -70,6 +70,10 @@ def entry_of(
     return CatalogEntry(model=model, text=text, created_unix_s=CREATED_UNIX_S)
 
 
+KEPT_HELPERS = 3
+"""As many as one gateway starts: two that work, and one more."""
+
+
 class ReservedHelpers:
     """Text helpers that one test leaves to the next: starting a process takes longer than most
     tests.
@@ -88,8 +92,11 @@ class ReservedHelpers:
         return self._launcher.launch()
 
     def take_back(self, launched: Launched) -> None:
-        """Keep it."""
-        self._idle.append(launched)
+        """Keep it, or end it where one gateway's are kept already: tests count their own."""
+        if len(self._idle) < KEPT_HELPERS:
+            self._idle.append(launched)
+        else:
+            self._launcher.take_back(launched)
 
 
 RESERVED_HELPERS = ReservedHelpers()

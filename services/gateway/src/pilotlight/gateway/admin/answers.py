@@ -1,7 +1,7 @@
 """How the admin API says that something went wrong."""
 
 import structlog
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -14,8 +14,9 @@ from pilotlight.common.errors import (
     RouteNotFound,
     UnprocessableInput,
 )
+from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.edge.errors import error_headers, named_message
-from pilotlight.gateway.edge.http import note_error
+from pilotlight.gateway.edge.http import CLIENT_GONE_STATUS, note_error
 
 log = structlog.get_logger()
 
@@ -50,8 +51,10 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     return await on_error(request, UnprocessableInput(message, param=where or None))
 
 
-async def on_bug(request: Request, _: Exception) -> JSONResponse:
+async def on_bug(request: Request, error: Exception) -> Response:
     """What should not have happened; the gateway's edge logs it, too."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE_STATUS)
     return await on_error(request, InternalError("this request met a bug"))
 
 

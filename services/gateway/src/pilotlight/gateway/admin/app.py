@@ -16,7 +16,6 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from pilotlight.common.bus import Bus
-from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
     BusUnavailable,
     ControlPlaneUnavailable,
@@ -36,16 +35,19 @@ from pilotlight.gateway.admin.answers import on_bug, on_error, on_http, on_inval
 from pilotlight.gateway.admin.document import DocumentedApp
 from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.gate import By, Gate
+from pilotlight.gateway.admin.live import LiveView
 from pilotlight.gateway.admin.nodes import Fleet, add_nodes
+from pilotlight.gateway.admin.recent import add_recent, add_stream
 from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted, model_body
 from pilotlight.gateway.admin.transfers import add_transfers
 from pilotlight.gateway.admin.verifications import add_verifications
 from pilotlight.gateway.admin.views import add_views
-from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.models.schemas import MAX_NAME_CHARS, NAME_PATTERN, ModelChanges, NewModel
 from pilotlight.gateway.records.audit import AuditLog
 from pilotlight.gateway.records.display import Display
+from pilotlight.gateway.records.recent import RecentReader
+from pilotlight.gateway.sessions import Sessions
 from pilotlight.policy.ids import ModelName
 
 SCHEDULER_DEADLINE_S = 10.0
@@ -58,13 +60,15 @@ Name = Annotated[str, Path(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARS)]
 class AdminParts:
     """What the routes call."""
 
-    authenticator: Authenticator
+    sessions: Sessions
     registration: Registration
-    database: Database
     fleet: Fleet
     bus: Bus
     audit: AuditLog
     drains: DrainRepository
+    display: Display
+    recent: RecentReader
+    live: LiveView
 
 
 def build_admin(parts: AdminParts) -> FastAPI:
@@ -87,12 +91,14 @@ def build_admin(parts: AdminParts) -> FastAPI:
         },
     )
     app.router.redirect_slashes = False
-    app.add_middleware(Gate, authenticator=parts.authenticator, audit=parts.audit)
+    app.add_middleware(Gate, sessions=parts.sessions, audit=parts.audit)
     add_verifications(app, parts.registration, parts.fleet, parts.bus, parts.audit)
     _add_models(app, parts)
     add_nodes(app, parts.fleet, parts.drains)
     add_transfers(app, parts.fleet)
-    add_views(app, Display(parts.database), parts.fleet, parts.audit)
+    add_views(app, parts.display, parts.fleet, parts.audit)
+    add_recent(app, parts.display, parts.recent)
+    add_stream(app, parts.live)
     return app
 
 

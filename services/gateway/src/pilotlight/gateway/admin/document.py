@@ -16,7 +16,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from pilotlight.common.db import tables
 from pilotlight.common.messages.verify import Verification
 from pilotlight.gateway.admin.drains import NodeState
+from pilotlight.gateway.admin.live import RowsEvent
 from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, WarmAccepted
+from pilotlight.gateway.records.recent import MinuteRow
 from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Model
@@ -134,6 +136,12 @@ Trace = _of(
     cold_starts=list[ShownColdStart],
     truncated=bool,
 )
+ShownEviction = _row("Eviction", "What was evicted, and why.", tables.evictions)
+Evictions = _page(
+    "Evictions", "Evictions, the newest first.", before=int, evictions=list[ShownEviction]
+)
+Activity = _of("Activity", "Finished requests by the minute.", minutes=list[MinuteRow])
+Found = _of("TraceOfRequest", "The trace of a request.", trace_id=str, request_id=str)
 Failure = _of("Error", "Every answer that is not a success.", error=ShownFault)
 Warmed = _of("Warmed", "An instance is on its way, or ready.", WarmAccepted)
 Evicted = _of("Evicted", "These instances are being released.", EvictAccepted)
@@ -158,8 +166,16 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("get", "/decisions"): Decisions,
     ("get", "/traces/{trace_id}"): Trace,
     ("get", "/audit"): Audit,
+    ("get", "/cold-starts/{instance_id}"): ShownColdStart,
+    ("get", "/decisions/{decision_id}"): ShownDecision,
+    ("get", "/activity"): Activity,
+    ("get", "/evictions"): Evictions,
+    ("get", "/traces"): Found,
+    ("get", "/stream"): RowsEvent,
 }
 """What each route answers when it succeeds; None: nothing."""
+STREAMS = frozenset({"/stream"})
+"""Routes that answer with server-sent events: what is told of them is the data of one event."""
 
 
 class DocumentedApp(FastAPI):
@@ -173,6 +189,10 @@ class DocumentedApp(FastAPI):
         if self.openapi_schema is None:
             self.openapi_schema = _with_replies(super().openapi())
         return self.openapi_schema
+
+
+def _media(path: str) -> str:
+    return "text/event-stream" if path in STREAMS else "application/json"
 
 
 def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +210,8 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
     }
     document["components"]["schemas"] = taken | components
 
-    def body(kind: type[msgspec.Struct]) -> dict[str, Any]:
-        return {"content": {"application/json": {"schema": schema_of[kind]}}}
+    def body(kind: type[msgspec.Struct], media: str = "application/json") -> dict[str, Any]:
+        return {"content": {media: {"schema": schema_of[kind]}}}
 
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -200,7 +220,7 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
             done = (
                 {"description": "Done."}
                 if kind is None
-                else {"description": (kind.__doc__ or ""), **body(kind)}
+                else {"description": (kind.__doc__ or ""), **body(kind, _media(path))}
             )
             operation["responses"] = {
                 status: done,

@@ -1,5 +1,5 @@
-"""In front of every route of the admin API: the key, a bounded body, and the record of what was
-refused.
+"""In front of every route of the admin API: the key or the session, a bounded body, and the
+record of what was refused.
 """
 
 import re
@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pilotlight.common.errors import Forbidden, InternalError, PilotlightError, Unauthorized
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_error
-from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.edge.http import ClientGone, error_code_of, read_body
+from pilotlight.gateway.edge.departure import ClientGone
+from pilotlight.gateway.edge.http import error_code_of, read_body
 from pilotlight.gateway.records.audit import Actor, AuditLog
+from pilotlight.gateway.sessions import Sessions
 
 MAX_BODY_BYTES = 64 * 1024
 OPEN_PATHS = frozenset({"/docs", "/openapi.json"})
@@ -68,9 +69,9 @@ class Gate:
     all that have no key.
     """
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator, audit: AuditLog) -> None:
+    def __init__(self, app: ASGIApp, sessions: Sessions, audit: AuditLog) -> None:
         self._app = app
-        self._authenticator = authenticator
+        self._sessions = sessions
         self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +92,9 @@ class Gate:
 
         try:
             if path not in OPEN_PATHS:
-                key = await self._authenticator.require(request.headers, "admin")
+                key = await self._sessions.require(
+                    request.headers, changes=request.method in WRITES
+                )
                 actor = _actor(request, key.label, key.key_id)
             request.state.actor = actor
             body = await read_body(request, MAX_BODY_BYTES, actor.key_id)

@@ -24,6 +24,7 @@ from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.admin.drains import DrainRepository
+from pilotlight.gateway.admin.live import LiveView
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.http import Edge
@@ -31,7 +32,10 @@ from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.models.catalog import Catalog
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.records.audit import AuditLog
+from pilotlight.gateway.records.display import Display
+from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.serving.fleet import Fleet
+from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.testing import RESERVED_HELPERS
 from pilotlight.gateway.texts.texts import Texts, build_texts
@@ -55,6 +59,7 @@ class AdminWorld:
     """Sends the admin key."""
     database: Database
     authenticator: Authenticator
+    parts: AdminParts
     catalog: Catalog
     texts: Texts
     context: Context[GatewaySettings]
@@ -101,20 +106,25 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     fleet = Fleet(context.bus, context.clock, context.background)
     audit = AuditLog(database, context.clock, context.background, context.metrics)
     await audit.start()
-    app = build_admin(
-        AdminParts(
-            authenticator=authenticator,
-            registration=registration,
-            database=database,
-            fleet=fleet,
-            bus=context.bus,
-            audit=audit,
-            drains=DrainRepository(database, context.clock),
-        )
+    sessions = Sessions(authenticator, context.clock)
+    recent = RecentReader(database, context.clock)
+    live = LiveView(fleet, catalog, recent, context.background)
+    await live.start()
+    parts = AdminParts(
+        sessions=sessions,
+        registration=registration,
+        fleet=fleet,
+        bus=context.bus,
+        audit=audit,
+        drains=DrainRepository(database, context.clock),
+        display=Display(database),
+        recent=recent,
+        live=live,
     )
+    app = build_admin(parts)
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     routed = Starlette(routes=[Mount("/admin/v1", app=app)])
-    edge = Edge(routed, frozenset(), bodies, HttpMeasures(context.metrics, bodies))
+    edge = Edge(routed, (), (), bodies, HttpMeasures(context.metrics, bodies))
     http = httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=edge),
         base_url="http://gateway/admin/v1",
@@ -128,6 +138,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
             http=http,
             database=database,
             authenticator=authenticator,
+            parts=parts,
             catalog=catalog,
             texts=texts,
             context=context,
@@ -135,6 +146,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
         )
     finally:
         await http.aclose()
+        await live.stop()
         await audit.stop()
         await catalog.stop()
         await texts.stop()

@@ -114,12 +114,14 @@ class BodyRoom:
 
     def release(self) -> None:
         """Hold nothing."""
-        self._count(-1)
-        self.budget.freed.add(self._bytes)
-        self._bytes = 0
+        if self._bytes:
+            self._count(-1)
+            self.budget.freed.add(self._bytes)
+            self._bytes = 0
 
     def _count(self, sign: int) -> None:
-        self.budget.add(self._bytes, self._owner, sign)
+        if self._bytes:
+            self.budget.add(self._bytes, self._owner, sign)
 
     def put_into(self, scope: MutableMapping[str, Any]) -> None:
         """Let the handler of this request find it."""

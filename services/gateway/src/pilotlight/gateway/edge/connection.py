@@ -12,10 +12,12 @@ clients get nothing.)
 
 import asyncio
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 from starlette.responses import Response
+from starlette.types import Message
 from uvicorn._types import (
     ASGI3Application,
     ASGIReceiveCallable,
@@ -25,11 +27,15 @@ from uvicorn._types import (
     HTTPResponseStartEvent,
     Scope,
 )
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+
+from pilotlight.common.waiting import Flag
+from pilotlight.gateway.edge.departure import Receiving
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request line with its headers; a client that sends more is cut off."""
@@ -50,22 +56,28 @@ whole events."""
 class Connection(HttpToolsProtocol):
     """Speaks HTTP/1.1 with one client, and HTTP/1.0 without chunks."""
 
-    _head_bytes: int | None = 0
-    """Of the head that is arriving; None while none is."""
-    _head_deadline: asyncio.TimerHandle | None = None
-    _answer: "_Answer | None" = None
-    """To the request whose turn it is; others may be waiting behind it."""
-    _closing: asyncio.TimerHandle | None = None
-    """Nothing is read any more; the client may still read."""
-    _probing: asyncio.TimerHandle | None = None
+    # In a dict of their own they would take more than the rest of a connection: it has as many
+    # attributes as dicts share their keys for.
+    __slots__ = ("_answer", "_closing", "_head_bytes", "_head_deadline", "_malformed", "_probing")
 
     def __init__(self, malformed: Callable[[], Response], **given: Any) -> None:
         """``malformed`` makes the answer to what is no HTTP."""
         super().__init__(**given)
+        # uvicorn appends to its left and pops. A deque has room for many from the beginning.
+        self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         self._malformed = malformed
+        self._head_bytes: int | None = 0
+        """Of the head that is arriving; None while none is."""
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._answer: _Answer | None = None
+        """To the request whose turn it is; others may be waiting behind it."""
+        self._closing: asyncio.TimerHandle | None = None
+        """Nothing is read any more; the client may still read."""
+        self._probing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -74,6 +86,8 @@ class Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self._answer is not None:
+            self._answer.left()
 
     def data_received(self, data: bytes) -> None:
         if self._closing is not None:
@@ -129,15 +143,16 @@ class Connection(HttpToolsProtocol):
         return self.cycle
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        answer = self._answer = _Answer(cycle, self.linger)
+        answer = self._answer = _Answer(cycle, app, self.linger)
         if cycle.scope["http_version"] == "1.0":
             # It knows no interim answers.
             cycle.waiting_for_100_continue = False
 
-        async def framed(scope: Scope, receive: ASGIReceiveCallable, _: ASGISendCallable) -> None:
-            await app(scope, receive, answer.send)
+        if not cycle.message_event.is_set():
+            # Of one that waited for its turn, the body may be there already.
+            cycle.message_event = _Event()
 
-        super()._start_asgi_task(cycle, framed)
+        super()._start_asgi_task(cycle, answer.begin)
 
     def linger(self) -> None:
         """Send nothing more, throw away what comes, close soon."""
@@ -171,17 +186,49 @@ class Connection(HttpToolsProtocol):
             self._head_deadline = None
 
 
-class _Answer:
+class _Answer(Receiving):
     """Sends an answer, ended as the client's version knows it, and so that the client can read it
-    to its end.
+    to its end. Receives its request.
     """
 
-    def __init__(self, cycle: RequestResponseCycle, linger: Callable[[], None]) -> None:
+    __slots__ = (
+        "_app",
+        "_cycle",
+        "_ends_with_connection",
+        "_leave",
+        "_linger",
+        "_of_events",
+        "_send",
+    )
+
+    def __init__(
+        self, cycle: RequestResponseCycle, app: ASGI3Application, linger: Callable[[], None]
+    ) -> None:
+        self._app = app
         self._send = cycle.send
+        self._leave: Callable[[], None] | None = None
         self._cycle = cycle
         self._linger = linger
         self._ends_with_connection = False
         self._of_events = False
+
+    def begin(self, scope: Scope, _: ASGIReceiveCallable, __: ASGISendCallable) -> Awaitable[None]:
+        """As an application of ASGI: the real one receives and sends here."""
+        return self._app(scope, cast("ASGIReceiveCallable", self), self.send)
+
+    def __call__(self) -> Awaitable[Message]:
+        return cast("Awaitable[Message]", self._cycle.receive())
+
+    def on_leave(self, call: Callable[[], None] | None) -> None:
+        self._leave = call
+        if self._cycle.disconnected:
+            asyncio.get_running_loop().call_soon(self.left)
+
+    def left(self) -> None:
+        """The client has gone."""
+        self._cycle.disconnected = not self._cycle.response_complete
+        if self._leave is not None:
+            self._leave()
 
     @property
     def under_way(self) -> bool:
@@ -263,3 +310,25 @@ class _Begun(asyncio.Transport):
 
     def close(self) -> None:
         self._transport.close()
+
+
+class _Line(list[object]):
+    """Requests that wait for their turn, as far as uvicorn needs it."""
+
+    def appendleft(self, item: object) -> None:
+        self.insert(0, item)
+
+
+class _Flow(FlowControl):
+    """One that takes little memory."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_writable_event = _Event()
+        self._is_writable_event.set()
+
+
+class _Event(Flag, asyncio.Event):
+    """uvicorn's events, of which a connection has two, with a flag's way to wait: asyncio's own
+    begins with room for 64 tasks, which makes it 0.9 KB.
+    """

@@ -3,15 +3,13 @@ everything to fail.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pilotlight.common.errors import (
@@ -23,13 +21,16 @@ from pilotlight.common.errors import (
     PilotlightError,
     RouteNotFound,
     TooLarge,
+    TransientError,
     UnsupportedEncoding,
 )
 from pilotlight.common.ids import new_request_id
-from pilotlight.common.telemetry import current_traceparent, server_span
-from pilotlight.common.waiting import cancel_all, within
+from pilotlight.common.telemetry import annotate, current_traceparent, server_span
+from pilotlight.common.waiting import within
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom, room_of
+from pilotlight.gateway.edge.client_headers import Header, id_headers, noted_headers
+from pilotlight.gateway.edge.departure import ClientGone, Connected
 from pilotlight.gateway.edge.errors import error_response
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.policy.bodies import decoded_bytes
@@ -41,17 +42,15 @@ BODY_DEADLINE_S = 60.0
 """For the whole body to arrive."""
 SEND_DEADLINE_S = 60.0
 """For a client to take what it was sent; past it the client counts as gone."""
+STOPPING = "this gateway is stopping; send the request again"
+STOPPING_RETRY_AFTER_S = 1.0
 CLIENT_GONE = "client_gone"
 CLIENT_GONE_STATUS = 499
 """Counted in the place of an error's code and of a status when the client leaves before the end of
 its answer; the status is nginx's."""
 _ERROR_CODE = "error_code"
-
-T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
+STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
 
 
 async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
@@ -74,25 +73,24 @@ async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
         if int(announced) > limit_bytes:
             raise TooLarge(f"a body of {announced} bytes; at most {limit_bytes} are taken")
         room.take(owner, int(announced))
-    try:
-        body = await within(
-            BODY_DEADLINE_S, _read(request.receive, limit_bytes, room, owner), "the body"
-        )
-    except DeadlineExceeded as error:
-        raise BodyTimeout(f"the body did not arrive within {BODY_DEADLINE_S:g} s") from error
+    body = await _read(request.receive, limit_bytes, room, owner)
     room.take(owner, decoded_bytes(body))
     return body
 
 
 async def _read(receive: Receive, limit_bytes: int, room: BodyRoom, owner: str) -> bytes:
-    pause_s = room.budget.pause_s
+    pause_s, clock = room.budget.pause_s, asyncio.get_running_loop()
+    until_s = clock.time() + BODY_DEADLINE_S
     body = bytearray()
     while True:
+        part_until_s = min(until_s, clock.time() + pause_s)
         try:
-            message = await within(pause_s, receive(), "a part of the body")
+            message = await within(part_until_s - clock.time(), receive(), "the body")
         except DeadlineExceeded as error:
             raise BodyTimeout(
-                f"no byte of the body arrived for {pause_s:g} s, after {len(body)}"
+                f"the body did not arrive within {BODY_DEADLINE_S:g} s"
+                if part_until_s == until_s
+                else f"no byte of the body arrived for {pause_s:g} s, after {len(body)}"
             ) from error
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -116,90 +114,98 @@ def _check_encoding(request: Request) -> None:
             raise UnsupportedEncoding(f"{name}: {', '.join(sorted(codings))[:100]} is not taken")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do something for a client, for as long as it is there. Its body must have been read.
+class Answering:
+    """A response that is made while the client waits: cancelled at once when the client leaves.
 
-    Raises:
-        ClientGone: it left; the work was cancelled and has ended.
+    No ``Response`` of Starlette's, for it has no headers yet: they would be made, and kept.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        await cancel_all((working, leaving))
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Answering(Response):
-    """A response that is made while the client waits: cancelled at once when the client leaves."""
+    __slots__ = ("_make",)
 
     def __init__(self, make: Callable[[], Awaitable[Response]]) -> None:
-        super().__init__()
         self._make = make
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        room_of(scope).release()
-
-        async def work() -> None:
+        _read_no_more(scope)
+        with Connected(receive):
             response = await self._make()
             await _in_time(response(scope, receive, send))
 
-        await while_connected(receive, work())
+
+Write = Callable[[bytes], Awaitable[None]]
+"""Sends some events of a stream.
+
+Raises ``ClientGone`` when the client does not take them.
+"""
 
 
-class EventStream(Response):
+class EventStream:
     """A stream of server-sent events.
 
     The status is sent with the first of them; an error after it is an event.
     """
 
-    def __init__(self, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
-        super().__init__()
-        self._events = events
+    __slots__ = ("_error_event", "_headers", "_make")
+
+    def __init__(
+        self,
+        make: Callable[[Write], Awaitable[None]],
+        *,
+        headers: Sequence[Header] = STREAM_HEADERS,
+        error_event: Callable[[PilotlightError], bytes] = sse.error_event,
+    ) -> None:
+        """Make it; nothing is sent yet.
+
+        Args:
+            make: writes the events.
+            headers: of the answer.
+            error_event: how an error looks that comes after the first event.
+        """
+        self._make = make
+        self._headers = headers
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        room_of(scope).release()
-        await while_connected(receive, self._write(scope, send))
+        _read_no_more(scope)
+        events = _Events(send, self._headers)
+        with Connected(receive):
+            try:
+                await self._make(events.write)
+            except Exception as error:
+                if not events.started or isinstance(error, ClientGone):
+                    raise
+                failure = error if isinstance(error, PilotlightError) else _bug(error)
+                note_error(scope, failure)
+                await events.write(self._error_event(failure))
+            await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
-    async def _write(self, scope: Scope, send: Send) -> None:
-        started = False
-        try:
-            async with aclosing(self._events()) as events:
-                async for data in events:
-                    if not started:
-                        started = True
-                        headers = [
-                            (name.encode(), value.encode()) for name, value in sse.HEADERS.items()
-                        ]
-                        await _in_time(
-                            send({"type": "http.response.start", "status": 200, "headers": headers})
-                        )
-                    await _in_time(
-                        send({"type": "http.response.body", "body": data, "more_body": True})
-                    )
-        except Exception as error:
-            if not started or isinstance(error, ClientGone):
-                raise
-            failure = error if isinstance(error, PilotlightError) else _bug(error)
-            note_error(scope, failure)
+
+class _Events:
+    """Sends a stream's events, and its head with the first."""
+
+    __slots__ = ("_headers", "_send", "started")
+
+    def __init__(self, send: Send, headers: Sequence[Header]) -> None:
+        self._send = send
+        self._headers = headers
+        self.started = False
+
+    async def write(self, data: bytes) -> None:
+        """As ``Write``."""
+        if not self.started:
+            self.started = True
             await _in_time(
-                send(
-                    {
-                        "type": "http.response.body",
-                        "body": sse.error_event(failure),
-                        "more_body": True,
-                    }
+                self._send(
+                    {"type": "http.response.start", "status": 200, "headers": list(self._headers)}
                 )
             )
-        await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+        await _in_time(self._send({"type": "http.response.body", "body": data, "more_body": True}))
+
+
+def _read_no_more(scope: Scope) -> None:
+    """Let go of what only the making of an answer's way needed: a request may wait for long."""
+    room_of(scope).release()
+    scope["headers"].clear()
 
 
 async def _in_time(sending: Awaitable[None]) -> None:
@@ -215,10 +221,26 @@ class Edge:
     """
 
     def __init__(
-        self, app: ASGIApp, traced: frozenset[str], bodies: BodyBudget, measures: HttpMeasures
+        self,
+        app: ASGIApp,
+        direct: Sequence[Route],
+        traced: Collection[str],
+        bodies: BodyBudget,
+        measures: HttpMeasures,
     ) -> None:
+        """Knows its routes already.
+
+        Args:
+            app: answers what has no way of its own.
+            direct: their POSTs go to the route's handler straight, past the application and its
+                layers.
+            traced: paths whose requests have a span.
+            bodies: memory for bodies.
+            measures: counts answers.
+        """
         self._app = app
-        self._traced = traced
+        self._direct = {route.path: route for route in direct}
+        self._traced = frozenset(traced)
         self._bodies = bodies
         self._measures = measures
 
@@ -228,11 +250,7 @@ class Edge:
         if scope["path"] not in self._traced:
             await self._answer(scope, receive, send)
             return
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"][:MAX_HEADERS]
-        }
-        with server_span(f"{scope['method']} {scope['path']}", headers):
+        with server_span(f"{scope['method']} {scope['path']}", _trace_headers(scope)):
             await self._answer(scope, receive, send)
 
     def malformed(self) -> Response:
@@ -245,19 +263,10 @@ class Edge:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_request_id()
         scope.setdefault("state", {})["request_id"] = request_id
+        annotate(request_id=request_id)
         trace_parent = current_traceparent()
-        own = [(b"x-request-id", request_id.encode())]
-        if trace_parent:
-            own.append((b"x-trace-id", trace_parent.split("-")[1].encode()))
-        status = 0
-
-        async def send_with_ids(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), *own]
-            await send(message)
-
+        trace_id = trace_parent.split("-")[1] if trace_parent else ""
+        send_with_ids = _SendWithIds(send, scope, id_headers(scope, request_id, trace_id))
         room = BodyRoom(self._bodies)
         room.put_into(scope)
         try:
@@ -265,21 +274,62 @@ class Edge:
                 raise BadRequest(
                     f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken"
                 )
-            await self._app(scope, receive, send_with_ids)
+            route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+            if route is None:
+                await self._app(scope, receive, send_with_ids)
+            else:
+                scope["route"] = route
+                response = await route.endpoint(Request(scope, receive, send_with_ids))
+                await response(scope, receive, send_with_ids)
         except ClientGone:
             log.debug("client left", action="client_gone", request_id=request_id)
-            status = CLIENT_GONE_STATUS
+            send_with_ids.status = CLIENT_GONE_STATUS
             scope["state"][_ERROR_CODE] = CLIENT_GONE
+        except asyncio.CancelledError:
+            # The server stops, and has waited for as long as it may.
+            if send_with_ids.status:
+                raise
+            failure = TransientError(STOPPING, retry_after_s=STOPPING_RETRY_AFTER_S)
+            note_error(scope, failure)
+            await error_response(failure)(scope, receive, send_with_ids)
         except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
             failure = error if isinstance(error, PilotlightError) else _bug(error)
             note_error(scope, failure)
-            if not status:
+            if not send_with_ids.status:
                 await error_response(failure)(scope, receive, send_with_ids)
         finally:
             room.release()
-            self._measures.answered(
-                _route_of(scope), scope["method"], status, scope["state"].get(_ERROR_CODE, "")
-            )
+            status, code = send_with_ids.status, scope["state"].get(_ERROR_CODE, "")
+            self._measures.answered(_route_of(scope), scope["method"], status, code)
+
+
+class _SendWithIds:
+    """Sends an answer with its request's ids, and what was noted for it. No closure: those that
+    wait would keep more.
+    """
+
+    __slots__ = ("_ids", "_scope", "_send", "status")
+
+    def __init__(self, send: Send, scope: Scope, ids: list[Header]) -> None:
+        self._send, self._scope, self._ids = send, scope, ids
+        self.status = 0
+        """What was sent; 0: nothing yet."""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            noted = noted_headers(self._scope)
+            message["headers"] = [*message.get("headers", []), *self._ids, *noted]
+        await self._send(message)
+
+
+def _trace_headers(scope: Scope) -> dict[str, str]:
+    """The context of the client's trace, if it sends one."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in scope["headers"][:MAX_HEADERS]
+        if name in _TRACE_HEADERS
+    }
 
 
 def note_error(scope: Scope, error: PilotlightError) -> None:

@@ -1,5 +1,7 @@
 """What the gateway counts of HTTP, for Prometheus."""
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from pilotlight.gateway.edge.bodies import BodyBudget
@@ -11,11 +13,13 @@ class HttpMeasures:
     """Counters of everything that is answered over HTTP, whatever became of it."""
 
     def __init__(self, registry: CollectorRegistry, bodies: BodyBudget) -> None:
-        self._answers = Counter(
-            "pilotlight_http_answers",
-            "Answers over HTTP, by route, status (499: the client left before its end) and code of the error, if any.",
-            ["route", "method", "status", "code"],
-            registry=registry,
+        self._answers = cache(
+            Counter(
+                "pilotlight_http_answers",
+                "Answers over HTTP, by route, status (499: the client left before its end) and code of the error, if any.",
+                ["route", "method", "status", "code"],
+                registry=registry,
+            ).labels
         )
         held = Gauge(
             "pilotlight_body_bytes",
@@ -34,4 +38,4 @@ class HttpMeasures:
             code: the error's, of the taxonomy; empty: none.
         """
         method = method if method in _METHODS else "other"
-        self._answers.labels(route=route, method=method, status=str(status), code=code).inc()
+        self._answers(route, method, str(status), code).inc()

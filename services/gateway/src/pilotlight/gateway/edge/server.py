@@ -13,7 +13,8 @@ from pilotlight.common.errors import PilotlightError, TransientError
 from pilotlight.common.fitness import port_error
 from pilotlight.common.service import Background
 from pilotlight.gateway.edge.connection import Connection
-from pilotlight.gateway.edge.http import Edge
+from pilotlight.gateway.edge.cross_origin import CrossOrigin
+from pilotlight.gateway.edge.http import STOPPING, STOPPING_RETRY_AFTER_S, Edge
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: Edge,
+        app: Edge | CrossOrigin,
         let_go: Callable[[PilotlightError], None],
         background: Background,
         *,
@@ -136,9 +137,7 @@ class HttpServer:
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
-        self._let_go(
-            TransientError("this gateway is stopping; send the request again", retry_after_s=1.0)
-        )
+        self._let_go(TransientError(STOPPING, retry_after_s=STOPPING_RETRY_AFTER_S))
         await asyncio.gather(self._serving, return_exceptions=True)
         self._server = self._serving = None
 

@@ -1,5 +1,7 @@
 """Server-sent events as bytes."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from pilotlight.common.errors import PilotlightError
@@ -13,12 +15,30 @@ HEADERS = {
     "x-accel-buffering": "no",
 }
 
+_MARK = "\ufdd0"
+"""A text that nothing else in an event is: Unicode gives this code point to no character."""
 _encoder = msgspec.json.Encoder()
 
 
 def event(body: object) -> bytes:
     """One data event."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def around(shape: Callable[[str], object]) -> tuple[bytes, bytes]:
+    """What stands before and after the text in events that differ in their text alone.
+
+    Args:
+        shape: makes the body of such an event.
+    """
+    head, _, tail = event(shape(_MARK)).partition(_encoder.encode(_MARK))
+    return head, tail
+
+
+def filled(parts: tuple[bytes, bytes], text: str) -> bytes:
+    """The event with this text; ``parts`` are from ``around``."""
+    head, tail = parts
+    return head + _encoder.encode(text) + tail
 
 
 def comment(text: str) -> bytes:

@@ -25,7 +25,7 @@ from pilotlight.common.messages.events import Event
 from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.waiting import cancel_all, within, woken
-from pilotlight.gateway.models.repository import ModelRepository
+from pilotlight.gateway.models.repository import ModelRepository, StoredModel
 from pilotlight.gateway.models.schemas import MAX_NAME_CHARS
 from pilotlight.gateway.texts.model_text import ModelText
 from pilotlight.gateway.texts.texts import Texts
@@ -69,6 +69,7 @@ class Catalog:
         self._texts = texts
         self._refresh_interval_s = refresh_interval_s
         self._models = ModelRepository(database, context.clock)
+        self._listed: tuple[StoredModel, ...] = ()
         self._entries: dict[str, CatalogEntry] = {}
         self._refused_until_s: dict[Digest, float] = {}
         """Bundles that could not be used, and when they are tried again."""
@@ -140,9 +141,12 @@ class Catalog:
             DatabaseUnavailable: the models cannot be listed.
         """
         async with self._refreshing:
+            listed = await self._models.all()
+            if listed is self._listed and len(self._entries) == len(listed):
+                return
+            self._listed = listed
             # By digest: fine-tuned models share their tokenizer, which may take 100 MB.
             texts = {entry.model.text_digest: entry.text for entry in self._entries.values()}
-            listed = await self._models.all()
             missing = {
                 stored.model.text_digest: stored.model.name
                 for stored in listed

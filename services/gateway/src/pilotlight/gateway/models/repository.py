@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
+from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import AlreadyExists, ModelNotFound
 from pilotlight.gateway.records.audit import SYSTEM, Actor, record
@@ -34,12 +35,12 @@ class ModelRepository:
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
+        self._rows = ModelRows(_stored)
 
     async def all(self) -> tuple[StoredModel, ...]:
-        """Every model, by name."""
+        """Every model, by name; the same tuple as before when nothing has changed."""
         async with self._database.reading() as connection:
-            rows = await connection.execute(select(tables.models).order_by(tables.models.c.name))
-            return tuple(_stored(row) for row in rows.mappings())
+            return await self._rows.read(connection)
 
     async def get(self, name: str) -> StoredModel:
         """One model.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pilotlight.gateway.openai.reasoning import NO_REASONING, ReasoningUse
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.serving.token_log import Token
 from pilotlight.gateway.texts.model_text import ModelText
@@ -37,6 +38,8 @@ class Delta:
     tokens: list[ShownToken] = field(default_factory=list[ShownToken])
     calls: tuple[CallPiece, ...] = ()
     """What was added to calls of tools, at most once for each."""
+    reasoning: str = ""
+    """What the model thinks before it answers."""
 
 
 class Answer:
@@ -51,28 +54,45 @@ class Answer:
         text: ModelText,
         stops: tuple[str, ...],
         tools: ToolUse = NO_TOOLS,
+        reasoning: ReasoningUse = NO_REASONING,
         *,
         logprobs: bool,
         include_stop: bool = False,
     ) -> None:
+        """Begin an answer.
+
+        Args:
+            text: the model's.
+            stops: strings that end it.
+            tools: how calls of tools are read.
+            reasoning: how reasoning is read.
+            logprobs: tokens are shown.
+            include_stop: the text ends with the stop string.
+        """
         self.output_tokens = 0
         """What is billed so far."""
+        self.reasoning_tokens = 0
+        """Of them, those that the model thought with."""
         self.finish_reason: str | None = None
+        self.stop: str | None = None
+        """The stop string that ended it."""
         self._tokenizer = text.tokenizer
         self._output = OutputText(text.tokenizer, stops, tools.kept_ids, include_stop=include_stop)
         self._tools = tools.parser()
+        self._reasoning = reasoning.parser()
         self._logprobs = logprobs
         self._chars = 0
 
     def feed(self, tokens: list[Token]) -> Delta:
         """Add tokens."""
-        if not self._logprobs and self._tools is None:
+        if not self._logprobs and self._tools is None and self._reasoning is None:
             return Delta(self._text_of([token.token_id for token in tokens]))
         deltas: list[Delta] = []
         for token in tokens:
             if self.finish_reason is not None:
                 break
             shown = [self._shown(token)] if self._logprobs else []
+            self.reasoning_tokens += self._reasoning is not None and self._reasoning.thinking
             deltas.append(self._delta(self._text_of([token.token_id]), shown))
         return joined(deltas)
 
@@ -81,13 +101,26 @@ class Answer:
         if self.finish_reason is not None:
             return Delta("")
         last = self._output.finish()
+        self.stop = last.stop
         self.finish_reason = (
             "stop" if last.stop is not None or finish is FinishReason.STOP else "length"
         )
         return self._delta(last.text, [])
 
     def _delta(self, text: str, shown: list[ShownToken]) -> Delta:
-        """New text, apart into content and calls."""
+        """New text, apart into reasoning, content and calls."""
+        reasoning = ""
+        if self._reasoning is not None:
+            thought = self._reasoning.feed(text)
+            reasoning, text = thought.reasoning, thought.content
+            if self.finish_reason is not None:
+                last = self._reasoning.finish()
+                reasoning, text = reasoning + last.reasoning, text + last.content
+        delta = self._parsed(text, shown)
+        return replace(delta, reasoning=reasoning) if reasoning else delta
+
+    def _parsed(self, text: str, shown: list[ShownToken]) -> Delta:
+        """What follows the reasoning, apart into content and calls."""
         if self._tools is None:
             return Delta(text, shown)
         parsed = self._tools.feed(text)
@@ -106,7 +139,7 @@ class Answer:
         self.output_tokens += delta.used_tokens
         self._chars += len(delta.text)
         if delta.stop is not None:
-            self.finish_reason = "stop"
+            self.finish_reason, self.stop = "stop", delta.stop
         return delta.text
 
     def _shown(self, token: Token) -> ShownToken:
@@ -127,4 +160,5 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         "".join(delta.text for delta in deltas),
         [token for delta in deltas for token in delta.tokens],
         merged_pieces(piece for delta in deltas for piece in delta.calls),
+        "".join(delta.reasoning for delta in deltas),
     )

@@ -4,12 +4,13 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Scope
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelNotFound, QueueFull
@@ -23,6 +24,7 @@ from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
 from pilotlight.gateway.openai.exchange import Choice, Exchange, ExchangeParts
+from pilotlight.gateway.openai.names import Models
 from pilotlight.gateway.openai.parameters import (
     Options,
     count_choices,
@@ -32,9 +34,13 @@ from pilotlight.gateway.openai.parameters import (
     seed_of_choice,
 )
 from pilotlight.gateway.openai.prompt import PromptEncoder, prompts_of
+from pilotlight.gateway.openai.reasoning import NO_REASONING, ReasoningUse, reasoning_use
+from pilotlight.gateway.openai.structured import grammar_of
+from pilotlight.gateway.openai.told import cold_start_of, tell_ignored, tell_readiness
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
 from pilotlight.gateway.schema.replies import ModelCard, ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.token_request import TokenRequest
 from pilotlight.policy.ids import RequestId
 
@@ -44,21 +50,7 @@ OPENAPI_PATH = "/v1/openapi.json"
 API_VERSION = "1"
 BUSY_RETRY_AFTER_S = 1.0
 
-
-class Models(Protocol):
-    """Which models there are (``Catalog``)."""
-
-    def get(self, name: str) -> CatalogEntry | None:
-        """One model, or None."""
-        ...
-
-    async def find(self, name: str) -> CatalogEntry | None:
-        """As ``get``; looks again before it says None."""
-        ...
-
-    def names(self) -> tuple[str, ...]:
-        """Every model's name, sorted."""
-        ...
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 class Keys(Protocol):
@@ -73,15 +65,34 @@ class Keys(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """Whose request it is, which it is, and what its headers ask for."""
+
+    request_id: RequestId
+    key: KeyInfo
+    arrived_s: float
+    cold_start: ColdStart = ColdStart.ALLOW
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    request_id: RequestId
+    asker: Asker
     entry: CatalogEntry
     body: ChatRequest | CompletionRequest
     options: Options
-    key: KeyInfo
-    arrived_s: float
     tools: ToolUse = NO_TOOLS
+    reasoning: ReasoningUse = NO_REASONING
+
+
+@dataclass(frozen=True, slots=True)
+class Conversed:
+    """A conversation, or prompts, about to be answered."""
+
+    exchange: Exchange
+    entry: CatalogEntry
+    options: Options
+    tools: ToolUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,69 +138,180 @@ class OpenAiApi:
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
         ]
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        arrived_s = self._clock.monotonic_s()
-        key = await self._keys.require(request.headers, "inference")
-        body = await self._encoder.read(
-            await read_body(request, self._limits.max_body_bytes, key.key_id),
-            ChatRequest,
-            key.key_id,
-        )
-        entry = await self._entry(body.model)
-        options = options_of(body)
-        tools = tool_use_of(body, entry.text)
-        asked = _Asked(
-            RequestId(request.state.request_id), entry, body, options, key, arrived_s, tools
-        )
-        count_choices(body, 1, self._limits.max_choices)
-        conversation = conversation_of(body, entry.text.tools, tools)
-        exchange = self._exchange(
-            asked, [await self._encoder.chat(entry, conversation, key.key_id)]
-        )
-        return exchange.response(
-            ChatShapes(asked.request_id, body.model, self._now_unix_s(), options, tools)
+        asker = await self.asker(request)
+        body = await self.read(request, ChatRequest, asker.key)
+        conversed = await self.converse(request.scope, asker, body)
+        return conversed.exchange.response(
+            ChatShapes(
+                asker.request_id,
+                conversed.entry.model.name,
+                self.now_unix_s(),
+                conversed.options,
+                conversed.tools,
+            )
         )
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> ASGIApp:
         """Continue a prompt."""
-        arrived_s = self._clock.monotonic_s()
-        key = await self._keys.require(request.headers, "inference")
-        body = await self._encoder.read(
-            await read_body(request, self._limits.max_body_bytes, key.key_id),
-            CompletionRequest,
-            key.key_id,
-        )
-        entry = await self._entry(body.model)
-        options = options_of(body)
-        asked = _Asked(RequestId(request.state.request_id), entry, body, options, key, arrived_s)
-        prompts = prompts_of(body.prompt)
-        count_choices(body, len(prompts), self._limits.max_choices)
-        exchange = self._exchange(
-            asked, [await self._encoder.completion(entry, prompt, key.key_id) for prompt in prompts]
-        )
-        return exchange.response(
-            CompletionShapes(asked.request_id, body.model, self._now_unix_s(), options)
+        asker = await self.asker(request)
+        body = await self.read(request, CompletionRequest, asker.key)
+        completed = await self.complete(request.scope, asker, body)
+        return completed.exchange.response(
+            CompletionShapes(
+                asker.request_id,
+                completed.entry.model.name,
+                self.now_unix_s(),
+                completed.options,
+            )
         )
 
     async def models(self, request: Request) -> Response:
         """Every model."""
         await self._keys.require(request.headers, "inference")
-        entries = [
-            entry for name in self._models.names() if (entry := self._models.get(name)) is not None
+        cards = [
+            self._model_card(name, entry)
+            for name in self._models.names()
+            if (entry := self._models.get(name)) is not None
         ]
-        return _json(ModelList(data=[_model_card(entry) for entry in entries]))
+        return _json(ModelList(data=cards))
 
     async def model(self, request: Request) -> Response:
         """One model; names may hold slashes."""
         await self._keys.require(request.headers, "inference")
-        return _json(_model_card(await self._entry(request.path_params["name"])))
+        name: str = request.path_params["name"]
+        if not name:
+            raise ModelNotFound("a model's name is missing in the path", param="model")
+        return _json(self._model_card(name, await self.entry(name)))
 
     async def openapi(self, _: Request) -> Response:
         """The API's description: open."""
         return Response(self._document, media_type="application/json")
 
-    def _exchange(self, asked: _Asked, prompts: Sequence[list[int]]) -> Exchange:
+    # What other shapes of this API are made with.
+
+    async def asker(
+        self,
+        request: Request,
+        headers: Mapping[str, str] | None = None,
+        *,
+        keyless: KeyInfo | None = None,
+    ) -> Asker:
+        """Whose request it is, before its body is read.
+
+        Args:
+            request: as it came.
+            headers: with the key, where it is not in the request's own.
+            keyless: who it is without any key; None: it needs one.
+
+        Raises:
+            Unauthorized, Forbidden, DatabaseUnavailable: it may not be answered.
+            BadRequest: a header makes no sense.
+        """
+        arrived_s = self._clock.monotonic_s()
+        given = request.headers
+        key = keyless or await self._keys.require(headers or given, "inference")
+        return Asker(
+            request_id=RequestId(request.state.request_id),
+            key=key,
+            arrived_s=arrived_s,
+            cold_start=cold_start_of(given),
+        )
+
+    async def read(self, request: Request, as_type: type[B], key: KeyInfo) -> B:
+        """A request's body, decoded strictly.
+
+        Raises:
+            CallerError, CapacityError: what ``read_body`` and ``PromptEncoder.read`` raise.
+        """
+        raw = await read_body(request, self._limits.max_body_bytes, key.key_id)
+        body = await self._encoder.read(raw, as_type, key.key_id)
+        tell_ignored(request.scope, raw, as_type)
+        return body
+
+    async def converse(self, scope: Scope, asker: Asker, body: ChatRequest) -> Conversed:
+        """Begin to answer a conversation.
+
+        Raises:
+            CallerError: it cannot be answered.
+            CapacityError, TransientError: not now.
+        """
+        entry = await self.entry(body.model)
+        options = options_of(body)
+        tools = tool_use_of(body, entry.text)
+        count_choices(body, 1, self._limits.max_choices)
+        prompt_ids = await self.prompt_of(entry, body, tools, asker.key)
+        held = tools.grammar is not None or grammar_of(body) is not None
+        reasoning = reasoning_use(entry.text, prompt_ids, held=held)
+        asked = _Asked(asker, entry, body, options, tools, reasoning)
+        return Conversed(self._exchange(scope, asked, [prompt_ids]), entry, options, tools)
+
+    async def complete(self, scope: Scope, asker: Asker, body: CompletionRequest) -> Conversed:
+        """Begin to continue prompts.
+
+        Raises:
+            CallerError: they cannot be continued.
+            CapacityError, TransientError: not now.
+        """
+        entry = await self.entry(body.model)
+        options = options_of(body)
+        prompts = prompts_of(body.prompt)
+        count_choices(body, len(prompts), self._limits.max_choices)
+        key_id = asker.key.key_id
+        encoded = [await self._encoder.completion(entry, prompt, key_id) for prompt in prompts]
+        asked = _Asked(asker, entry, body, options)
+        return Conversed(self._exchange(scope, asked, encoded), entry, options, NO_TOOLS)
+
+    async def prompt_of(
+        self, entry: CatalogEntry, body: ChatRequest, tools: ToolUse, key: KeyInfo
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            entry: the model.
+            body: with the messages.
+            tools: what the template is told of them.
+            key: whose request it is.
+
+        Raises:
+            CallerError: the model does not take it.
+            QueueFull, TextUnavailable: not now.
+        """
+        conversation = conversation_of(body, entry.text, tools)
+        return await self._encoder.chat(entry, conversation, key.key_id)
+
+    def known(self) -> list[CatalogEntry]:
+        """Every registered model, by name."""
+        entries = (self._models.get(name) for name in self._models.names())
+        by_name = {entry.model.name: entry for entry in entries if entry is not None}
+        return list(by_name.values())
+
+    def device_bytes(self, entry: CatalogEntry) -> int:
+        """What a model's instances that take requests hold on devices; 0: there is none."""
+        return sum(
+            placement.device_bytes
+            for instance in self._exchanges.starts.serving(entry.model)
+            for placement in instance.placements
+        )
+
+    async def entry(self, name: str) -> CatalogEntry:
+        """A model by a name that requests may use.
+
+        Raises:
+            ModelNotFound: there is none.
+            BadRequest: there is no name, and no default.
+        """
+        entry = await self._models.find(name)
+        if entry is None:
+            raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
+        return entry
+
+    def now_unix_s(self) -> int:
+        """The time of day."""
+        return int(self._clock.wall().timestamp())
+
+    def _exchange(self, scope: Scope, asked: _Asked, prompts: Sequence[list[int]]) -> Exchange:
         choices: list[Choice] = []
         for prompt_ids in prompts:
             choices += self._choices(asked, prompt_ids, first_index=len(choices))
@@ -198,7 +320,8 @@ class OpenAiApi:
                 f"this gateway serves {self._exchanges.requests.live} requests, of {self._limits.max_requests} at most",
                 retry_after_s=BUSY_RETRY_AFTER_S,
             )
-        return Exchange(self._exchanges, choices, asked.options, asked.key.key_id)
+        tell_readiness(scope, self._exchanges.starts.readiness(asked.entry.model))
+        return Exchange(self._exchanges, choices, asked.options, asked.asker.key.key_id)
 
     def _choices(self, asked: _Asked, prompt_ids: list[int], first_index: int) -> list[Choice]:
         """The answers to one prompt."""
@@ -212,51 +335,49 @@ class OpenAiApi:
             asked.tools,
         )
         first = TokenRequest(
-            request_id=asked.request_id,
+            request_id=asked.asker.request_id,
             model=entry.model,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            arrived_s=asked.arrived_s,
+            arrived_s=asked.asker.arrived_s,
+            cold_start=asked.asker.cold_start,
             trace_parent=current_traceparent(keep=True),
             shorten=limit_of(asked.body) is None,
-            deadline_s=asked.arrived_s
+            deadline_s=asked.asker.arrived_s
             + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),
         )
         choices: list[Choice] = []
         for number in range(asked.body.n or 1):
             index = first_index + number
-            request = replace(
-                first,
-                request_id=RequestId(f"{asked.request_id}-{index}") if index else asked.request_id,
-                sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),
-            )
+            request = first
+            if index:
+                request = replace(
+                    first,
+                    request_id=RequestId(f"{asked.asker.request_id}-{index}"),
+                    sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),
+                )
             answer = Answer(
                 entry.text,
                 options.stops,
                 asked.tools,
+                asked.reasoning,
                 logprobs=options.logprobs,
                 include_stop=options.include_stop,
             )
             choices.append(Choice(index, self._exchanges, request, answer))
         return choices
 
-    async def _entry(self, name: str) -> CatalogEntry:
-        entry = await self._models.find(name)
-        if entry is None:
-            raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
-        return entry
-
-    def _now_unix_s(self) -> int:
-        return int(self._clock.wall().timestamp())
-
-
-def _model_card(entry: CatalogEntry) -> ModelCard:
-    """What clients see of a model."""
-    return ModelCard(
-        id=entry.model.name,
-        created=entry.created_unix_s,
-        max_model_len=entry.model.spec.max_context_tokens,
-    )
+    def _model_card(self, name: str, entry: CatalogEntry) -> ModelCard:
+        """What clients see of a model."""
+        readiness = self._exchanges.starts.readiness(entry.model)
+        return ModelCard(
+            id=name,
+            root=entry.model.name,
+            created=entry.created_unix_s,
+            max_model_len=entry.model.spec.max_context_tokens,
+            state=readiness.state.value,
+            expected_s=readiness.expected_s,
+        )
 
 
 def _json(body: object) -> Response:

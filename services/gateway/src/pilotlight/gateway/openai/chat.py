@@ -55,9 +55,11 @@ class ChatShapes(Shapes):
         )
 
     def chunk(self, index: int, delta: Delta) -> ChatChunk:
-        content = delta.text if delta.text or not delta.calls else UNSET
+        content = delta.text if delta.text or not (delta.calls or delta.reasoning) else UNSET
         calls = [self._call_delta(index, piece) for piece in delta.calls] or UNSET
-        added = ChatDelta(content=content, tool_calls=calls)
+        added = ChatDelta(
+            content=content, reasoning_content=delta.reasoning or UNSET, tool_calls=calls
+        )
         return self._chunk(
             ChatChunkChoice(index=index, delta=added, logprobs=self._of(delta.tokens))
         )
@@ -91,7 +93,9 @@ class ChatShapes(Shapes):
         ]
         no_content = None if calls or self._tools.forced else ""
         message = AssistantMessage(
-            content=whole.delta.text or no_content, tool_calls=calls or UNSET
+            content=whole.delta.text or no_content,
+            reasoning_content=whole.delta.reasoning or UNSET,
+            tool_calls=calls or UNSET,
         )
         logprobs = self._of(whole.delta.tokens)
         return ChatChoice(

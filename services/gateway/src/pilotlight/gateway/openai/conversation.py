@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 
 from pilotlight.common.errors import BadRequest
+from pilotlight.gateway.openai.reasoning import reasoning_variables
 from pilotlight.gateway.openai.tools import ToolUse
 from pilotlight.gateway.schema.requests import ChatMessage, ChatRequest, GivenCall, TextPart
 from pilotlight.gateway.texts.frames import Conversation
+from pilotlight.gateway.texts.model_text import ModelText
 from pilotlight.text.template import RESERVED
 from pilotlight.text.tools.probe import TemplateTools
 
@@ -19,18 +21,19 @@ MAX_VARIABLES_BYTES = 16 * 1024
 """What a request may tell a chat template beside messages and tools, as JSON."""
 
 
-def conversation_of(request: ChatRequest, template: TemplateTools, use: ToolUse) -> Conversation:
-    """A request's messages as this template expects them, and what else it is told.
+def conversation_of(request: ChatRequest, text: ModelText, use: ToolUse) -> Conversation:
+    """A request's messages as the model's template expects them, and what else it is told.
 
     Raises:
         BadRequest: a message lacks something or has too much, the template would leave a call or a
             result out, or what is said of the prompt contradicts itself.
     """
     messages = request.messages
-    reader = _Reader(template)
+    reader = _Reader(text.tools)
     plain = [reader.read(message, index) for index, message in enumerate(messages)]
     variables = request.chat_template_kwargs or {}
     _check_variables(variables)
+    variables = {**variables, **reasoning_variables(request, text.reasoning)}
     continued = _continues(request)
     return Conversation(
         messages=plain,
@@ -95,6 +98,8 @@ class _Reader:
         }
         if message.name is not None:
             plain["name"] = message.name
+        if message.reasoning_content is not None and message.role == "assistant":
+            plain["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
             if message.role != "assistant":
                 raise BadRequest("only the assistant calls tools", param=f"{where}.tool_calls")

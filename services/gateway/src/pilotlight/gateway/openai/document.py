@@ -1,69 +1,191 @@
-"""The OpenAPI document of ``/v1``, made from the very types that requests are decoded into."""
+"""The OpenAPI document of the API for inference, made from the very types that requests are decoded
+into.
+"""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from pilotlight.gateway.edge.errors import ErrorResponse
+from pilotlight.gateway.schema import messages, ollama, responses, tokens
 from pilotlight.gateway.schema.replies import ChatCompletion, Completion, ModelCard, ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
-_TYPES = (
-    ChatRequest,
-    ChatCompletion,
-    CompletionRequest,
-    Completion,
-    ModelList,
-    ModelCard,
-    ErrorResponse,
+_EVENTS = "text/event-stream"
+_LINES = "application/x-ndjson"
+_NAMES = {_EVENTS: "server-sent events", _LINES: "lines of JSON"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """One operation."""
+
+    method: Literal["get", "post", "delete"]
+    path: str
+    summary: str
+    answer: type
+    request: type | None = None
+    stream: str | None = None
+    """The media type of its stream; None: it has none."""
+    error: type = ErrorResponse
+
+
+_MESSAGES_ERROR = messages.MessagesErrorResponse
+_ROUTES = (
+    _Route(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        ChatCompletion,
+        ChatRequest,
+        _EVENTS,
+    ),
+    _Route("post", "/v1/completions", "Continue a prompt.", Completion, CompletionRequest, _EVENTS),
+    _Route("get", "/v1/models", "Every model.", ModelList),
+    _Route("get", "/v1/models/{model}", "One model.", ModelCard),
+    _Route(
+        "post",
+        "/v1/responses",
+        "Answer, and keep the answer to go on from.",
+        responses.Response,
+        responses.ResponsesRequest,
+        _EVENTS,
+    ),
+    _Route("get", "/v1/responses/{response_id}", "A stored response.", responses.Response),
+    _Route(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Delete a stored response.",
+        responses.DeletedResponse,
+    ),
+    _Route(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "What a stored response was asked.",
+        responses.InputItems,
+    ),
+    _Route(
+        "post",
+        "/v1/messages",
+        "Answer a conversation, in the shapes of Anthropic's API.",
+        messages.AnsweredMessage,
+        messages.MessagesRequest,
+        _EVENTS,
+        _MESSAGES_ERROR,
+    ),
+    _Route(
+        "post",
+        "/v1/messages/count_tokens",
+        "Tokens of a conversation.",
+        messages.InputTokens,
+        messages.CountRequest,
+        None,
+        _MESSAGES_ERROR,
+    ),
+    _Route(
+        "post",
+        "/tokenize",
+        "Token ids of a text or a conversation.",
+        tokens.Tokenized,
+        tokens.TokenizeRequest,
+    ),
+    _Route(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        tokens.Detokenized,
+        tokens.DetokenizeRequest,
+    ),
+    _Route(
+        "post",
+        "/api/chat",
+        "Answer a conversation, in the shapes of Ollama's API.",
+        ollama.OllamaAnswer,
+        ollama.OllamaChatRequest,
+        _LINES,
+        ollama.OllamaError,
+    ),
+    _Route(
+        "post",
+        "/api/generate",
+        "Answer a prompt, likewise.",
+        ollama.OllamaAnswer,
+        ollama.OllamaGenerateRequest,
+        _LINES,
+        ollama.OllamaError,
+    ),
+    _Route(
+        "post",
+        "/api/show",
+        "What a model is and can do.",
+        ollama.OllamaShown,
+        ollama.OllamaShowRequest,
+        None,
+        ollama.OllamaError,
+    ),
+    _Route("get", "/api/tags", "Every model.", ollama.OllamaModels, error=ollama.OllamaError),
+    _Route(
+        "get",
+        "/api/ps",
+        "Models that can answer at once.",
+        ollama.OllamaModels,
+        error=ollama.OllamaError,
+    ),
+    _Route("get", "/api/version", "The release.", ollama.OllamaVersion, error=ollama.OllamaError),
 )
 
 
 def openapi_document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    schemas, components = msgspec.json.schema_components(
-        _TYPES, ref_template="#/components/schemas/{name}"
+    kinds = list(
+        dict.fromkeys(
+            kind
+            for route in _ROUTES
+            for kind in (route.request, route.answer, route.error)
+            if kind is not None
+        )
     )
-    refs = dict(zip(_TYPES, schemas, strict=True))
-
-    def body(kind: type) -> dict[str, Any]:
-        return {"content": {"application/json": {"schema": refs[kind]}}}
-
-    def operation(summary: str, answer: type, request: type | None = None) -> dict[str, Any]:
-        described: dict[str, Any] = {
-            "summary": summary,
-            "responses": {
-                "200": {"description": "The answer.", **body(answer)},
-                "default": {"description": "An error.", **body(ErrorResponse)},
-            },
-        }
-        if request is not None:
-            described["requestBody"] = {"required": True, **body(request)}
-            answered = described["responses"]["200"]
-            answered["description"] = "The answer; with `stream: true` as server-sent events."
-            answered["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-        return described
-
-    named = operation("One model.", ModelCard)
-    named["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    refs = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in _ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, refs)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Pilotlight: OpenAI-compatible API", "version": version},
+        "info": {"title": "Pilotlight: API for inference", "version": version},
         "security": [{"key": []}],
-        "paths": {
-            "/v1/chat/completions": {
-                "post": operation("Answer a conversation.", ChatCompletion, ChatRequest)
-            },
-            "/v1/completions": {
-                "post": operation("Continue a prompt.", Completion, CompletionRequest)
-            },
-            "/v1/models": {"get": operation("Every model.", ModelList)},
-            "/v1/models/{model}": {"get": named},
-        },
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _operation(route: _Route, refs: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    def body(kind: type) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": refs[kind]}}}
+
+    answer: dict[str, Any] = {"description": "The answer.", **body(route.answer)}
+    if route.stream is not None:
+        answer["description"] = f"The answer; with `stream: true` as {_NAMES[route.stream]}."
+        answer["content"][route.stream] = {"schema": {"type": "string"}}
+    described: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {
+            "200": answer,
+            "default": {"description": "An error.", **body(route.error)},
+        },
+    }
+    if route.request is not None:
+        described["requestBody"] = {"required": True, **body(route.request)}
+    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    return described

@@ -3,28 +3,28 @@ in their shapes alone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
-import structlog
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
+from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
-from pilotlight.gateway.edge.http import Answering, EventStream
+from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.schema.replies import Usage
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.merged import merged
 from pilotlight.gateway.serving.requests import Requests
+from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
-
-log = structlog.get_logger()
 
 
 class UsageSink(Protocol):
@@ -91,6 +91,7 @@ class ExchangeParts:
     """What an exchange works with."""
 
     requests: Requests
+    starts: Starts
     usage: UsageSink
     measures: Measures
     clock: Clock
@@ -105,8 +106,24 @@ class Piece:
     finish_reason: str | None
 
 
+PieceTaker = Callable[[Piece], Awaitable[None]]
+
+
 class Choice:
     """One of a request's answers: a request of its own to the fleet."""
+
+    __slots__ = (
+        "_parts",
+        "_taker",
+        "answer",
+        "around",
+        "first_token_s",
+        "index",
+        "is_held",
+        "opened",
+        "request",
+        "was_held",
+    )
 
     def __init__(
         self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer
@@ -115,19 +132,26 @@ class Choice:
         self.request = request
         self.answer = answer
         self.was_held = False
+        self.is_held = self.opened = False
+        """Of its stream: the last that was told is that it waits; its first event was sent."""
+        self.around: tuple[bytes, bytes] | None = None
+        """What is sent before and after each text of its stream; None before the first."""
         self.first_token_s: float | None = None
         """From arrival."""
         self._parts = parts
+        self._taker: PieceTaker | None = None
+        """Of what happens to it, while it runs."""
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    def run(self, take: PieceTaker) -> Awaitable[None]:
         """Everything that happens to it, to its end."""
-        async with aclosing(self._parts.requests.run(self.request)) as updates:
-            async for update in updates:
-                what = self._take(update)
-                yield Piece(self.index, what, self.answer.finish_reason)
-                if self.answer.finish_reason is not None:
-                    # A stop string, or the end: leaving here cancels what the engine still does.
-                    break
+        self._taker = take
+        return self._parts.requests.run(self.request, self._listen)
+
+    async def _listen(self, update: Update) -> bool:
+        assert self._taker is not None, "it runs"
+        await self._taker(Piece(self.index, self._take(update), self.answer.finish_reason))
+        # A stop string, or the end: no more is wanted, and what the engine still does is cancelled.
+        return self.answer.finish_reason is not None
 
     def _take(self, update: Update) -> Held | Delta:
         match update:
@@ -160,52 +184,65 @@ class Exchange:
         self._options = options
         self._key_id = key_id
 
-    def response(self, shapes: Shapes) -> Response:
+    def response(self, shapes: Shapes) -> ASGIApp:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
-            return EventStream(lambda: self._events(shapes))
-        return Answering(lambda: self._whole(shapes))
+            return EventStream(partial(self._events, shapes))
+        return Answering(partial(self._whole, shapes))
 
-    async def _events(self, shapes: Shapes) -> AsyncGenerator[bytes, None]:
-        unopened = {choice.index for choice in self._choices}
-        held: set[int] = set()
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                if isinstance(piece.what, Held):
-                    held.add(piece.index)
-                    if piece.index == min(held):
-                        yield sse.comment(_progress(piece.what))
-                    continue
-                held.discard(piece.index)
-                data = b"".join(
-                    _events_of(piece, piece.what, shapes, opens=piece.index in unopened)
-                )
-                unopened.discard(piece.index)
-                if data:
-                    yield data
-        last = sse.event(shapes.usage_chunk(self._usage())) if self._options.include_usage else b""
-        yield last + sse.DONE
+    async def _events(self, shapes: Shapes, write: Write) -> None:
+        await self.run(partial(self._event, shapes, write))
+        last = sse.event(shapes.usage_chunk(self.usage())) if self._options.include_usage else b""
+        await write(last + sse.DONE)
+
+    async def _event(self, shapes: Shapes, write: Write, piece: Piece) -> None:
+        choice = self._choices[piece.index]
+        choice.is_held = isinstance(piece.what, Held)
+        if isinstance(piece.what, Held):
+            if not any(each.is_held for each in self._choices[: piece.index]):
+                await write(sse.comment(progress_text(piece.what)))
+            return
+        data = _events_of(choice, piece, piece.what, shapes)
+        choice.opened = True
+        if data:
+            await write(data)
 
     async def _whole(self, shapes: Shapes) -> Response:
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                if isinstance(piece.what, Delta):
-                    deltas[piece.index].append(piece.what)
+
+        async def take(piece: Piece) -> None:
+            if isinstance(piece.what, Delta):
+                deltas[piece.index].append(piece.what)
+
+        await self.run(take)
         wholes = [
             Whole(choice.index, joined(deltas[choice.index]), choice.answer.finish_reason or "stop")
             for choice in self._choices
         ]
         return Response(
-            msgspec.json.encode(shapes.whole(wholes, self._usage())), media_type="application/json"
+            msgspec.json.encode(shapes.whole(wholes, self.usage())), media_type="application/json"
         )
 
-    async def _pieces(self) -> AsyncGenerator[Piece, None]:
+    @property
+    def answer(self) -> Answer:
+        """The first choice's."""
+        return self._choices[0].answer
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From arrival to the first token of any choice; None: there is none yet."""
+        known = (choice.first_token_s for choice in self._choices)
+        return min((each for each in known if each is not None), default=None)
+
+    async def run(self, take: PieceTaker) -> None:
+        """Everything that happens to the choices, to their ends; usage is noted.
+
+        Raises:
+            PilotlightError: one of them failed.
+        """
         status = "cancelled"
         try:
-            async with aclosing(merged([choice.pieces() for choice in self._choices])) as pieces:
-                async for piece in pieces:
-                    yield piece
+            await merged([choice.run for choice in self._choices], take)
             status = "ok"
         except PilotlightError as error:
             status = error.code
@@ -216,7 +253,7 @@ class Exchange:
         finally:
             self._record(status)
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
         prompts = {
             id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices
@@ -230,12 +267,9 @@ class Exchange:
         )
 
     def _record(self, status: str) -> None:
-        request, usage = self._choices[0].request, self._usage()
+        request, usage = self._choices[0].request, self.usage()
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
-        first_token_s = min(
-            (choice.first_token_s for choice in self._choices if choice.first_token_s is not None),
-            default=None,
-        )
+        first_token_s = self.first_token_s
         held = any(choice.was_held for choice in self._choices)
         self._parts.usage.record(
             model=request.model.name,
@@ -253,9 +287,9 @@ class Exchange:
             first_token_s,
             held=held,
         )
-        log.info(
+        log_request(
             "request done",
-            action="request_done",
+            "request_done",
             request_id=request.request_id,
             model=request.model.name,
             status=status,
@@ -268,19 +302,24 @@ class Exchange:
         )
 
 
-def _events_of(piece: Piece, delta: Delta, shapes: Shapes, *, opens: bool) -> list[bytes]:
+def _events_of(choice: Choice, piece: Piece, delta: Delta, shapes: Shapes) -> bytes:
     """A choice's events: its first, its text, its last, as far as they come with this piece."""
-    bodies: list[object] = []
-    if opens and (opening := shapes.opening(piece.index)) is not None:
-        bodies.append(opening)
-    if delta.text or delta.tokens or delta.calls:
-        bodies.append(shapes.chunk(piece.index, delta))
+    data = b""
+    if not choice.opened and (opening := shapes.opening(piece.index)) is not None:
+        data = sse.event(opening)
+    if delta.tokens or delta.calls or delta.reasoning:
+        data += sse.event(shapes.chunk(piece.index, delta))
+    elif delta.text:
+        if choice.around is None:
+            choice.around = sse.around(lambda text: shapes.chunk(piece.index, Delta(text)))
+        data += sse.filled(choice.around, delta.text)
     if piece.finish_reason is not None:
-        bodies.append(shapes.closing(piece.index, piece.finish_reason))
-    return [sse.event(body) for body in bodies]
+        data += sse.event(shapes.closing(piece.index, piece.finish_reason))
+    return data
 
 
-def _progress(held: Held) -> str:
+def progress_text(held: Held) -> str:
+    """What the comment of a stream says of a request that waits."""
     fetched = "" if held.fetched is None else f" progress={held.fetched:.2f}"
     return (
         f"pilotlight queue={held.ahead} phase={held.phase}{fetched} elapsed={held.elapsed_s:.1f}s"

@@ -6,11 +6,12 @@ Text helpers do what a client or a checkpoint sizes, so that streams go on meanw
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
+import msgspec
+
 from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.schema.decoding import decode_body
-from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 from pilotlight.gateway.schema.sizes import check_sizes
 from pilotlight.gateway.texts.frames import Chat, Completion, Conversation
 from pilotlight.gateway.texts.texts import Texts
@@ -20,7 +21,7 @@ INLINE_BYTES = 64 * 1024
 CHECK_SIZE_TOKENS = 500_000
 """A prompt of fewer tokens fits the bus in any case."""
 
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class PromptEncoder:
@@ -43,9 +44,20 @@ class PromptEncoder:
         return request
 
     async def chat(
-        self, entry: CatalogEntry, conversation: Conversation, owner: str = ""
+        self,
+        entry: CatalogEntry,
+        conversation: Conversation,
+        owner: str = "",
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation.
+
+        Args:
+            entry: the model.
+            conversation: as its template expects it.
+            owner: whose request it is.
+            add_special_tokens: also those that templates write themselves.
 
         Raises:
             BadRequest: the model's template does not take these messages.
@@ -61,13 +73,25 @@ class PromptEncoder:
             model=model.name,
             context_tokens=context_tokens,
             conversation=conversation,
+            add_special_tokens=add_special_tokens,
         )
         return _not_empty(await self._texts.encode(job, owner))
 
     async def completion(
-        self, entry: CatalogEntry, prompt: str | list[int], owner: str = ""
+        self,
+        entry: CatalogEntry,
+        prompt: str | list[int],
+        owner: str = "",
+        *,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids of a plain prompt, which may be token ids already.
+
+        Args:
+            entry: the model.
+            prompt: a text, or token ids.
+            owner: whose request it is.
+            add_special_tokens: those that the tokenizer puts around a text.
 
         Raises:
             BadRequest: it is empty, or has an id that the model does not have.
@@ -84,6 +108,7 @@ class PromptEncoder:
                 model=model.name,
                 context_tokens=context_tokens,
                 prompt=prompt,
+                add_special_tokens=add_special_tokens,
             )
             return _not_empty(await self._texts.encode(job, owner))
         vocab_size = model.spec.vocab_size

@@ -98,6 +98,17 @@ class Display:
             {listing.name: rows, "next_before": rows[-1][listing.key.name] if more else None}
         )
 
+    async def one(self, listing: Listing, key: str) -> bytes | None:
+        """One row, whole; None when it is not there.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be read.
+        """
+        async with self._database.reading() as connection:
+            statement = _columns(listing.at).where(listing.key == key)
+            rows, _ = await _read(connection, listing.at, statement, 1)
+        return await _encoded(rows[0]) if rows else None
+
     async def trace(self, trace_id: str) -> bytes | None:
         """Spans by start and cold starts of one trace, and whether there are more than are shown;
         None when nothing is kept.

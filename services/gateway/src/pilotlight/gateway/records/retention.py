@@ -28,5 +28,10 @@ def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
             days=settings.spans_keep_days,
             max_rows=settings.spans_max_rows,
         ),
+        Keep(
+            at=tables.responses.c.created_at,
+            days=settings.responses_keep_days,
+            max_rows=settings.responses_max_rows,
+        ),
         keep_outbox("gateway", settings),
     )

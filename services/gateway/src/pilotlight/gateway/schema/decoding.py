@@ -3,6 +3,8 @@ supported.
 """
 
 import re
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -51,31 +53,47 @@ _OFF_BY_KIND: dict[type, dict[str, tuple[object, ...]]] = {
     ChatRequest: {"add_special_tokens": (False,)},
     CompletionRequest: {"add_special_tokens": (True,)},
 }
+PLAIN_OFF = (
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "enable_thinking",
+    "thinking",
+    "reasoning",
+)
+"""Fields of chats that plain completions do not have."""
 _INSTEAD = {
     "add_special_tokens": "send token ids as the prompt of /v1/completions",
     "allowed_token_ids": "use logit_bias or a grammar",
     "bad_words": "use logit_bias",
     "chat_template": "the model's own is used; send a prompt of your own to /v1/completions",
     "ebnf": "use structured_outputs.grammar",
-    "enable_thinking": "use chat_template_kwargs where the model's template knows it",
+    "enable_thinking": "use /v1/chat/completions",
     "functions": "use tools",
     "function_call": "use tool_choice",
     "grammar": "use structured_outputs.grammar",
     "json_schema": "use response_format",
     "no_stop_trim": "use include_stop_str_in_output",
-    "reasoning": "use chat_template_kwargs where the model's template knows it",
-    "reasoning_effort": "use chat_template_kwargs where the model's template knows it",
+    "reasoning": "use /v1/chat/completions",
+    "reasoning_effort": "use /v1/chat/completions",
     "regex": "use structured_outputs.regex",
     "repeat_penalty": "use repetition_penalty",
     "structural_tag": "use tools or structured_outputs.grammar",
-    "thinking": "use chat_template_kwargs where the model's template knows it",
+    "thinking": "use /v1/chat/completions",
 }
 """What to do about a field that is not supported, where there is more to it than leaving it out."""
+_NOT_SUPPORTED: Callable[[NotSupported], tuple[object, ...]] = attrgetter(
+    *NotSupported.__struct_fields__
+)
 _decoders: dict[type, msgspec.json.Decoder[object]] = {}
+_names: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NAMED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAMED = 16
+"""Ignored fields that are named at most."""
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*?)(?:\[\.\.\.\])?`$")
 _PART = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
 
-R = TypeVar("R", bound=CommonRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 def decode_body(body: bytes, as_type: type[R]) -> R:
@@ -99,24 +117,41 @@ def decode_body(body: bytes, as_type: type[R]) -> R:
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from error
     assert isinstance(request, as_type)
-    _refuse_unsupported(request)
+    if isinstance(request, CommonRequest):
+        _refuse_unsupported(request)
     return request
 
 
+def ignored_fields(body: bytes, as_type: type[msgspec.Struct]) -> list[str]:
+    """Names in a body that was decoded which nothing is done with, as far as they can be named in a
+    header.
+    """
+    known = as_type.__struct_fields__
+    names = [name for name in _names.decode(body) if name not in known]
+    return [name for name in names if _NAMED.fullmatch(name)][:MAX_NAMED]
+
+
 def _refuse_unsupported(request: NotSupported) -> None:
-    names = NotSupported.__struct_fields__
-    off = _OFF | _OFF_BY_KIND.get(type(request), {})
-    for name in (
-        (*names, "tools", "tool_choice") if isinstance(request, CompletionRequest) else names
+    # All are null in nearly all requests.
+    if _NOT_SUPPORTED(request).count(None) == len(NotSupported.__struct_fields__) and (
+        isinstance(request, ChatRequest)
     ):
+        return
+    names: tuple[str, ...] = NotSupported.__struct_fields__
+    if isinstance(request, CompletionRequest):
+        names = (*names, *PLAIN_OFF)
+    for name in names:
         value = getattr(request, name)
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool)
-            for one in off.get(name, ())
-        ):
+        if value is not None and not _is_off(type(request), name, value):
             raise BadRequest(
                 f"{name} is not supported: {_INSTEAD.get(name, 'leave it out')}", param=name
             )
+
+
+def _is_off(kind: type, name: str, value: object) -> bool:
+    """Whether a field's value switches it off."""
+    off = _OFF_BY_KIND.get(kind, {}).get(name) or _OFF.get(name, ())
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
 
 
 def _invalid(message: str) -> BadRequest:

@@ -67,6 +67,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
 
@@ -113,6 +114,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -165,7 +167,12 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "pilotlight"
+    root: str
+    """The registered model; ``id`` may be an alias of it."""
     max_model_len: int
+    state: Literal["cold", "loading", "ready"]
+    expected_s: float | None
+    """Seconds until it is ready when it is asked for now; null where that is not known."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

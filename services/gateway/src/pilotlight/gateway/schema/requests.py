@@ -25,6 +25,10 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+ModelName = Annotated[
+    str,
+    Meta(max_length=256, description="A model or an alias; left out, the gateway's default model."),
+]
 WhitespacePattern = Annotated[
     str,
     Meta(max_length=1024, description="A regular expression: what may stand between JSON's parts."),
@@ -44,7 +48,6 @@ class NotSupported(msgspec.Struct, kw_only=True):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -73,19 +76,16 @@ class NotSupported(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
 
     ebnf: Any = None
-    enable_thinking: Any = None
     grammar: Any = None
     json_schema: Any = None
     lora_path: Any = None
     mirostat: Any = None
     no_repeat_ngram_size: Any = None
     no_stop_trim: Any = None
-    reasoning: Any = None
     regex: Any = None
     repeat_penalty: Any = None
     stop_regex: Any = None
     tfs_z: Any = None
-    thinking: Any = None
     top_a: Any = None
     typical_p: Any = None
 
@@ -139,7 +139,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 class CommonRequest(NotSupported, kw_only=True):
     """What both kinds of completion take."""
 
-    model: Name
+    model: ModelName = ""
     n: Annotated[int, Meta(ge=1, le=MAX_INT32, description="Answers to each prompt.")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -211,6 +211,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[GivenCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
+    reasoning_content: (
+        Annotated[str, Meta(description="What the assistant thought, for templates that show it.")]
+        | None
+    ) = None
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True):
@@ -265,16 +269,30 @@ class ChatRequest(CommonRequest, kw_only=True):
     chat_template_kwargs: (
         Annotated[dict[str, Any], Meta(description="Variables of the chat template.")] | None
     ) = None
+    reasoning_effort: (
+        Annotated[Any, Meta(description="none, minimal, low, medium, high, xhigh or max.")] | None
+    ) = None
+    enable_thinking: bool | None = None
+    thinking: (
+        Annotated[Any, Meta(description="A boolean, or of type enabled or disabled.")] | None
+    ) = None
+    reasoning: (
+        Annotated[Any, Meta(description="An object with effort, or with enabled.")] | None
+    ) = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
-    It has no tools: only the values that switch them off are taken.
+    It has no tools and no reasoning: only the values that switch them off are taken.
     """
 
     tools: Any = None
     tool_choice: Any = None
+    reasoning_effort: Any = None
+    enable_thinking: Any = None
+    thinking: Any = None
+    reasoning: Any = None
 
     prompt: Annotated[
         str | list[str | int | list[int]],

@@ -21,19 +21,20 @@ MAX_OTHER_BYTES = 1024 * 1024
 _encoder = msgspec.msgpack.Encoder()
 
 
-def check_sizes(request: ChatRequest | CompletionRequest) -> None:
-    """Count what a request holds.
+def check_sizes(request: msgspec.Struct) -> None:
+    """Count what a request holds. Other shapes than those of completions are counted when they have
+    become one.
 
     Raises:
         TooLarge: more than is taken.
     """
     if isinstance(request, ChatRequest):
         _check_messages(request.messages)
-    else:
+    elif isinstance(request, CompletionRequest):
         _check_prompts(request.prompt)
 
 
-def check_rest(rest: ChatRequest | CompletionRequest) -> None:
+def check_rest(rest: msgspec.Struct) -> None:
     """Weigh a request from which messages or prompt were taken out; for large bodies.
 
     Raises:

@@ -195,11 +195,11 @@ class Fleet:
         return view.facts.liveness if view is not None else Liveness.SUSPECT
 
     def kv_capacity_tokens(self, instance: Instance) -> int:
-        """Tokens for which an instance's KV has room, as its lead reports it; 0 when that is not
-        known.
+        """Tokens for which an instance's KV has room, or will have when requests want it, as its
+        lead reports it; 0 when that is not known.
         """
         held = self._held(instance)
-        return held.kv_capacity_tokens if held is not None else 0
+        return held.kv_reach_tokens if held is not None else 0
 
     def progress(self, model: ModelName, digest: Digest) -> StartProgress:
         """What a held request's client is told."""

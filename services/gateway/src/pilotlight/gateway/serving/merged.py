@@ -1,32 +1,33 @@
-"""Several streams as one."""
+"""Several sources of items as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from pilotlight.common.waiting import cancel_all
 
 T = TypeVar("T")
+Taker = Callable[[T], Awaitable[None]]
+Source = Callable[[Taker[T]], Awaitable[None]]
+"""Gives what it has to the taker, and returns when there is no more."""
 
 
-async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What the sources give, as it comes, until all have ended; as much as there are sources waits
-    to be taken.
+def merged(sources: Sequence[Source[T]], take: Taker[T]) -> Awaitable[None]:
+    """Take what the sources give, as it comes, until all have ended; as much as there are sources
+    waits to be taken.
 
-    Each is iterated and closed by one task; a single one by its caller's. The first error ends all
-    of them, and overtakes what still waits here: sources that fail at once do so before anything is
-    given.
+    Each runs in one task; a single one in its caller's, without a layer between. The first error
+    ends all of them, and overtakes what still waits here: sources that fail at once do so before
+    anything is taken.
 
     Raises:
-        Exception: what a source raised.
+        Exception: what a source or the taker raised.
     """
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as items:
-            async for item in items:
-                yield item
-        return
-    line: asyncio.Queue[T | None] = asyncio.Queue(len(sources))
+    return sources[0](take) if len(sources) == 1 else _merged(sources, take)
+
+
+async def _merged(sources: Sequence[Source[T]], take: Taker[T]) -> None:
+    line: asyncio.Queue[tuple[T] | None] = asyncio.Queue(len(sources))
     failures: list[Exception] = []
     tasks = [
         asyncio.create_task(_drain(source, line, failures), name=f"stream {index}")
@@ -41,18 +42,19 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
             if item is None:
                 running -= 1
             else:
-                yield item
+                await take(item[0])
     finally:
         await cancel_all(tasks)
 
 
 async def _drain(
-    source: AsyncGenerator[T, None], line: asyncio.Queue[T | None], failures: list[Exception]
+    source: Source[T], line: asyncio.Queue[tuple[T] | None], failures: list[Exception]
 ) -> None:
+    async def put(item: T) -> None:
+        await line.put((item,))
+
     try:
-        async with aclosing(source) as items:
-            async for item in items:
-                await line.put(item)
-    except Exception as error:  # noqa: BLE001 - raised again to the reader of the line
+        await source(put)
+    except Exception as error:  # noqa: BLE001 - raised again to the taker of the line
         failures.append(error)
     await line.put(None)

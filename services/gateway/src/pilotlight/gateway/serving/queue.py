@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import PilotlightError, TooManyHeld
-from pilotlight.common.waiting import woken
+from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
+from pilotlight.common.waiting import Wake
 from pilotlight.gateway.serving.route import Route, Router, Siblings
+from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
@@ -40,6 +41,7 @@ class Ticket:
     deadline_s: float
     trace_parent: str = ""
     siblings: Siblings = field(default_factory=Siblings)
+    cold_start: ColdStart = ColdStart.ALLOW
 
 
 class Place:
@@ -57,13 +59,18 @@ class Place:
         self.error: PilotlightError | None = None
         self._queue = queue
         self._taken = False
-        self._changed = asyncio.Event()
+        self._changed = Wake()
+
+    @property
+    def counts(self) -> bool:
+        """It is part of the demand: instances may start for it."""
+        return self.ticket.cold_start is not ColdStart.WARM_ONLY
 
     async def decided(self, at_most_s: float) -> bool:
         """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
         if self.assigned is not None or self.error is not None:
             return True
-        return await woken(self._changed, max(0.0, at_most_s))
+        return await self._changed.wait(max(0.0, at_most_s))
 
     def take(self) -> Route:
         """The assigned instance. The caller tells the router how the submit ended.
@@ -129,10 +136,13 @@ class PendingQueue:
 
         Raises:
             TooManyHeld: there is no place left.
+            ModelCold: the ticket allows no cold start, and no instance is ready.
             PilotlightError: the queue is closed.
         """
         if self._closed is not None:
             raise self._closed
+        if self._too_cold(ticket):
+            raise _cold(ticket.model)
         place = Place(self, ticket, next(self._numbers))
         line = self._lines.setdefault(ticket.model, _Line())
         if not line.places:
@@ -183,6 +193,7 @@ class PendingQueue:
         if ready:
             self.on_change()
         before = self._held
+        self._let_go_cold(model, line)
         while line.places:
             place = line.places[0]
             route = self._pick(place.ticket)
@@ -233,9 +244,11 @@ class PendingQueue:
         now_s = self._clock.monotonic_s()
         demands: list[Demand] = []
         for model, line in list(self._lines.items()):
-            waiting = [*line.places, *line.handed]
-            if not waiting:
+            if not line.places and not line.handed:
                 del self._lines[model]
+                continue
+            waiting = [place for place in (*line.places, *line.handed) if place.counts]
+            if not waiting:
                 continue
             for place in waiting:
                 place.demanded_s = now_s if place.demanded_s is None else place.demanded_s
@@ -279,7 +292,22 @@ class PendingQueue:
 
     def _pick(self, ticket: Ticket) -> Route | None:
         route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
-        return route or self._router.pick_open(ticket.model, ticket.held_tokens, ticket.siblings)
+        if route is not None or ticket.cold_start is not ColdStart.ALLOW:
+            return route
+        return self._router.pick_open(ticket.model, ticket.held_tokens, ticket.siblings)
+
+    def _too_cold(self, ticket: Ticket) -> bool:
+        return ticket.cold_start is not ColdStart.ALLOW and not self._router.is_warm(ticket.model)
+
+    def _let_go_cold(self, model: ModelName, line: _Line) -> None:
+        """Refuse what may not wait for a start, once no instance is ready any more."""
+        if self._router.is_warm(model):
+            return
+        cold = [place for place in line.places if place.ticket.cold_start is not ColdStart.ALLOW]
+        line.places = [place for place in line.places if place.ticket.cold_start is ColdStart.ALLOW]
+        self._held -= len(cold)
+        for place in cold:
+            place.settle(None, _cold(model))
 
     def _assign(self, place: Place, route: Route) -> None:
         instance_id = route.instance.instance_id
@@ -308,6 +336,10 @@ class PendingQueue:
         del line.places[index]
         self._held -= 1
         return True
+
+
+def _cold(model: ModelName) -> ModelCold:
+    return ModelCold(f"no instance of {model} is ready, and the request allows no cold start")
 
 
 def _order(place: Place) -> tuple[float, int]:

@@ -33,7 +33,7 @@ from pilotlight.common.messages.tokens import (
     tokens_subject,
 )
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import Backoff, cancel_all, pause, woken
+from pilotlight.common.waiting import Backoff, Wake, cancel_all, pause
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.token_log import Token, TokenLog
 from pilotlight.policy.ids import GatewayId, InstanceId, RequestId, WorkerId
@@ -84,7 +84,7 @@ class Attempt:
         self.probe_after_s = PROBE_AFTER_S
         self.resending: asyncio.Task[None] | None = None
         self.log = TokenLog(start_seq)
-        self._arrived = asyncio.Event()
+        self._arrived = Wake()
 
     async def next(self, at_most_s: float) -> list[Token]:
         """Tokens that have arrived; none when ``at_most_s`` passed, or at the end (``finish`` is
@@ -94,19 +94,20 @@ class Attempt:
             PilotlightError: the attempt is lost, and every token that came before that has been
                 taken.
         """
+        self._arrived.clear()
         fresh = self.log.fresh()
-        if fresh or self.finish is not None:
+        if fresh or self.log.finish is not None:
             return fresh
         if self.error is not None:
             raise self.error
-        await woken(self._arrived, at_most_s)
+        await self._arrived.wait(at_most_s)
         return self.log.fresh()
 
     async def news(self, at_most_s: float) -> bool:
         """Wait until ``next`` has something to say; False when ``at_most_s`` passed first."""
         if self.first_heard_s is not None or self.error is not None:
             return True
-        return await woken(self._arrived, max(0.0, at_most_s))
+        return await self._arrived.wait(max(0.0, at_most_s))
 
     @property
     def finish(self) -> FinishReason | None:
@@ -148,7 +149,7 @@ class Relay:
         self._gateway_id = gateway_id
         self._attempts: dict[RequestId, Attempt] = {}
         self._post: defaultdict[WorkerId, _Post] = defaultdict(_Post)
-        self._mail = asyncio.Event()
+        self._mail = Wake()
         self._strays: defaultdict[WorkerId, dict[tuple[RequestId, int], AckEntry]] = defaultdict(
             dict
         )
@@ -258,16 +259,17 @@ class Relay:
 
     async def _on_batch(self, told: Timed[TokenBatch]) -> None:
         sampled_s, batch = told.sent_s(self._clock), told.message
+        now_s = self._clock.monotonic_s()
         for entry in batch.entries:
-            self._take(batch.worker_id, entry, sampled_s)
+            self._take(batch.worker_id, entry, now_s, sampled_s)
 
-    def _take(self, worker_id: WorkerId, entry: TokenEntry, sampled_s: float) -> None:
+    def _take(self, worker_id: WorkerId, entry: TokenEntry, now_s: float, sampled_s: float) -> None:
         attempt = self._attempts.get(entry.request_id)
         if attempt is None or attempt.number != entry.attempt:
             self._stray(worker_id, entry)
             return
         if attempt.log.offer(entry):
-            attempt.heard(self._clock.monotonic_s(), sampled_s)
+            attempt.heard(now_s, sampled_s)
         if attempt.log.gap:
             self._ask_again(attempt)
 
@@ -326,7 +328,7 @@ class Relay:
                 answered = True
                 attempt.heard_s = now_s = self._clock.monotonic_s()
                 for entry in reply.entries:
-                    self._take(lead, entry, now_s)
+                    self._take(lead, entry, now_s, now_s)
             if not attempt.log.gap and (answered or attempt.log.next_seq > from_seq):
                 return
             if not self._bus.connected:
@@ -358,7 +360,7 @@ class Relay:
     async def _send_for_ever(self) -> None:
         next_ack_s = self._clock.monotonic_s() + ACK_INTERVAL_S
         while True:
-            await woken(self._mail, max(0.0, next_ack_s - self._clock.monotonic_s()))
+            await self._mail.wait(max(0.0, next_ack_s - self._clock.monotonic_s()))
             if self._clock.monotonic_s() >= next_ack_s:
                 next_ack_s = self._clock.monotonic_s() + ACK_INTERVAL_S
                 self._acknowledge()

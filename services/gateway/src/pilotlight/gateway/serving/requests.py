@@ -7,13 +7,11 @@
                 |  refused  |   worker    |
                 └───────────┴── lost ─────┘     (with prompt and output so far: the same tokens follow)
 
-``Requests.run`` is driven by the task of the HTTP request itself: when the client leaves, that task
-is cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
+``Requests.run`` runs in the task of the HTTP request itself: when the client leaves, that task is
+cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
 import math
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
@@ -41,7 +39,15 @@ from pilotlight.gateway.serving.relay import Attempt, Relay
 from pilotlight.gateway.serving.request_time import RequestTime
 from pilotlight.gateway.serving.route import Route, Router
 from pilotlight.gateway.serving.submitting import sampling_on, submitted
-from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+from pilotlight.gateway.serving.token_request import (
+    Ended,
+    Held,
+    Listener,
+    ListenerFailed,
+    TokenRequest,
+    Tokens,
+    Update,
+)
 from pilotlight.policy.ids import GatewayId, InstanceId
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
@@ -82,10 +88,8 @@ class Requests:
         self.live = 0
         """Requests that are held or run."""
 
-    async def run(self, request: TokenRequest) -> AsyncGenerator[Update, None]:
-        """What happens to a request, until it has ended.
-
-        The iterator must be closed by the task that iterates.
+    async def run(self, request: TokenRequest, listener: Listener) -> None:
+        """Tell what happens to a request, until it has ended.
 
         Raises:
             TooManyHeld: no instance is ready and no place is left.
@@ -94,30 +98,41 @@ class Requests:
         """
         self._parts.arrivals.arrived(request.model.name)
         self.live += 1
+        life = _Life(self._parts, request, self._first_tokens, listener)
         try:
-            async with aclosing(
-                _Life(self._parts, request, self._first_tokens).updates()
-            ) as updates:
-                async for update in updates:
-                    yield update
+            while life.finish is None:
+                await life.until_assigned()
+                if await life.attempt():
+                    return
+            await life.tell(Ended(life.finish))
+        except ListenerFailed as failed:
+            raise failed.error from failed
         finally:
             self.live -= 1
 
 
 class _Life:
+    """One request's."""
+
     def __init__(
-        self, parts: RequestParts, request: TokenRequest, first_tokens: FirstTokens
+        self,
+        parts: RequestParts,
+        request: TokenRequest,
+        first_tokens: FirstTokens,
+        listener: Listener,
     ) -> None:
         self._parts = parts
         self._request = request
         self._first_tokens = first_tokens
+        self._listener = listener
         self._clock = parts.clock
         self._output_ids: list[int] = []
         self._attempts = 0
         self._losses = 0
         self._place: Place | None = None
         self._accepted_s = 0.0
-        self._finish: FinishReason | None = None
+        self.finish: FinishReason | None = None
+        """Why the engine ended it; None: it has not."""
         self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
         hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
@@ -126,19 +141,17 @@ class _Life:
         """Output that earlier attempts had given."""
         self._waited_out = False
 
-    async def updates(self) -> AsyncGenerator[Update, None]:
-        while self._finish is None:
-            async with aclosing(self._until_assigned()) as waiting:
-                async for held in waiting:
-                    yield held
-            async with aclosing(self._try()) as streaming:
-                async for tokens in streaming:
-                    yield tokens
-        yield Ended(self._finish)
+    async def tell(self, update: Update) -> bool:
+        """Whether the listener wants no more; its error leaves as ``ListenerFailed``."""
+        try:
+            return await self._listener(update)
+        except PilotlightError as error:
+            raise ListenerFailed(error) from error
 
     # Held.
 
-    async def _until_assigned(self) -> AsyncGenerator[Held, None]:
+    async def until_assigned(self) -> None:
+        """Wait for an instance; raises what ``Requests.run`` does."""
         request = self._request
         ticket = Ticket(
             model=request.model.name,
@@ -149,16 +162,17 @@ class _Life:
             deadline_s=self._time.held_until_s,
             trace_parent=request.trace_parent,
             siblings=request.siblings,
+            cold_start=request.cold_start,
         )
         with self._parts.queue.enter(ticket, returning=self._attempts > 0) as place:
             if place.waited and place.assigned is None:
-                yield self._progress(place)
+                await self.tell(self._progress(place))
             while not await place.decided(
                 min(PROGRESS_INTERVAL_S, self._time.held_until_s - self._clock.monotonic_s())
             ):
                 if self._clock.monotonic_s() >= self._time.held_until_s:
                     raise await self._parts.explainer.why(request.model, self._time.since_s)
-                yield self._progress(place)
+                await self.tell(self._progress(place))
             place.take()
             self._place = place
 
@@ -175,9 +189,7 @@ class _Life:
             elapsed_s=elapsed_s,
         )
 
-    async def _while_loading(
-        self, attempt: Attempt, place: Place, route: Route
-    ) -> AsyncGenerator[Held, None]:
+    async def _while_loading(self, attempt: Attempt, place: Place, route: Route) -> None:
         """Until something comes of an attempt on an instance that was still loading when it got it.
 
         Raises:
@@ -189,7 +201,7 @@ class _Life:
             self._parts.fleet,
             route.instance.instance_id,
         )
-        yield self._progress(place)
+        await self.tell(self._progress(place))
 
         def left_s() -> float:
             return (
@@ -208,19 +220,19 @@ class _Life:
                 raise place.error
             if not fleet.serves(instance_id) and fleet.serving(model.name):
                 raise NotLoaded(f"another instance of {model.name} is ready before {instance_id}")
-            yield self._progress(place)
+            await self.tell(self._progress(place))
 
     # Submitted and streaming.
 
-    async def _try(self) -> AsyncGenerator[Held | Tokens, None]:
+    async def attempt(self) -> bool:
+        """One attempt; whether the listener wants no more."""
         place = self._place
         assert place is not None
         assert place.assigned is not None
-        route = place.assigned
+        route, instance = place.assigned, place.assigned.decode.instance
         self._attempts += 1
         self._tokens_before = len(self._output_ids)
         relay = self._parts.relay
-        instance = route.decode.instance
         attempt = relay.open(
             self._request.request_id,
             self._attempts,
@@ -228,36 +240,40 @@ class _Life:
             instance.instance_id,
             len(self._output_ids),
         )
-        again = False
+        again = enough = False
         try:
             await self._submit(attempt, route)
             if not route.serving:
-                async with aclosing(self._while_loading(attempt, place, route)) as waiting:
-                    async for held in waiting:
-                        yield held
+                await self._while_loading(attempt, place, route)
             with span("stream", worker_id=instance.lead, attempt=self._attempts):
-                # What is there is taken before the end is looked at: all of it may have come before
-                # the submit was answered.
-                while (
-                    tokens := await attempt.next(
-                        min(PROGRESS_INTERVAL_S, max(0.0, self._time.left_s()))
-                    )
-                ) or attempt.finish is None:
-                    if tokens:
-                        self._first_token(attempt, place)
-                        self._output_ids.extend(token.token_id for token in tokens)
-                        yield Tokens(tokens)
-                    if attempt.finish is None and self._time.left_s() <= 0:
-                        raise self._time.too_late(len(self._output_ids))
+                enough = await self._stream(attempt, place)
+            if not enough:
                 self._end(attempt)
         except PilotlightError as error:
             if place.error is not None and not self._parts.fleet.serves(route.instance.instance_id):
                 raise place.error from error
             self._retry_or_raise(error, route, attempt)
-            again = self._finish is None
+            again = self.finish is None
         finally:
             relay.close(attempt, ended=not again)
             self._parts.queue.attempted(place)
+        return enough
+
+    async def _stream(self, attempt: Attempt, place: Place) -> bool:
+        """Every token of an attempt; whether the listener wants no more of them."""
+        # What is there is taken before the end is looked at: all of it may have come before the
+        # submit was answered.
+        while (
+            tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._time.left_s())))
+        ) or attempt.finish is None:
+            if tokens:
+                self._first_token(attempt, place)
+                self._output_ids.extend(token.token_id for token in tokens)
+                if await self.tell(Tokens(tokens)):
+                    return True
+            if attempt.finish is None and self._time.left_s() <= 0:
+                raise self._time.too_late(len(self._output_ids))
+        return False
 
     async def _submit(self, attempt: Attempt, route: Route) -> None:
         """Hand it to the worker; returns when it is accepted."""
@@ -309,7 +325,7 @@ class _Life:
             raise error_of(attempt.log.code, attempt.log.message)
         if attempt.finish is FinishReason.CANCELLED:
             raise WorkerLost(f"worker {attempt.worker_id} dropped the request")
-        self._finish = attempt.finish
+        self.finish = attempt.finish
 
     def _retry_or_raise(self, error: PilotlightError, route: Route, attempt: Attempt) -> None:
         """After a refusal or a loss: return when another attempt may help.
@@ -345,7 +361,7 @@ class _Life:
                 code=error.code,
             )
         elif len(self._output_ids) >= self._sampling.max_tokens:  # 3
-            self._finish = FinishReason.LENGTH
+            self.finish = FinishReason.LENGTH
         else:  # 4
             self._losses += 1
             if self._losses >= MAX_LOSSES + bool(self._output_ids):

@@ -118,6 +118,10 @@ class Router:
             siblings,
         )
 
+    def is_warm(self, model: ModelName) -> bool:
+        """Whether any instance of a model is ready."""
+        return bool(self._fleet.serving(model))
+
     def is_ready(self, instance_id: InstanceId) -> bool:
         """Whether an instance has finished loading."""
         return self._fleet.serves(instance_id)

@@ -3,14 +3,14 @@ position is taken once, in turn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
 
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.policy.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One output token, and its log probability when it was asked for."""
 
     token_id: int
@@ -55,13 +55,15 @@ class TokenLog:
         if entry.seq > self.next_seq or end_seq < self.next_seq:
             return False
         skip = self.next_seq - entry.seq
-        logprobs = entry.logprobs
-        for index in range(skip, len(entry.token_ids)):
-            top = entry.top_logprobs[index] if entry.top_logprobs is not None else ()
-            self._fresh.append(
-                Token(
-                    entry.token_ids[index], logprobs[index] if logprobs is not None else None, top
-                )
+        token_ids, logprobs, tops = entry.token_ids, entry.logprobs, entry.top_logprobs
+        if logprobs is None:
+            self._fresh += map(Token, token_ids[skip:] if skip else token_ids)
+        else:
+            self._fresh += map(
+                Token,
+                token_ids[skip:],
+                logprobs[skip:],
+                repeat(()) if tops is None else tops[skip:],
             )
         told = end_seq > self.next_seq or entry.finish is not None
         self.next_seq = end_seq

@@ -1,9 +1,12 @@
 """What the API asks of the fleet, and what comes back: tokens in, tokens out."""
 
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.serving.route import Siblings
+from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.token_log import Token
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.model import Model
@@ -24,6 +27,7 @@ class TokenRequest:
     """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has
     room for."""
     siblings: Siblings = field(default_factory=Siblings)
+    cold_start: ColdStart = ColdStart.ALLOW
     deadline_s: float = math.inf
     """When it must have ended, on this gateway's clock."""
 
@@ -53,3 +57,13 @@ class Ended:
 
 
 Update = Held | Tokens | Ended
+Listener = Callable[[Update], Awaitable[bool]]
+"""Takes what happens to a request. True: it wants no more, and what still runs is cancelled."""
+
+
+class ListenerFailed(Exception):
+    """Keeps a listener's error apart from those of attempts, which are tried again."""
+
+    def __init__(self, error: PilotlightError) -> None:
+        super().__init__(error.message)
+        self.error = error

@@ -5,7 +5,7 @@ reply to each job.
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -15,13 +15,12 @@ from pilotlight.policy.ids import Digest
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
 
-Kind = Literal["chat", "completion"]
-
 
 class Read(msgspec.Struct, tag="read", frozen=True, kw_only=True):
     """Decode and check a request's body. ``Request`` follows."""
 
-    kind: Kind
+    kind: str
+    """A name of ``schema.kinds``."""
     body: bytes
 
 
@@ -58,6 +57,7 @@ class Chat(msgspec.Struct, tag="chat", frozen=True, kw_only=True):
     model: str
     context_tokens: int
     conversation: Conversation
+    add_special_tokens: bool = False
 
 
 class Completion(msgspec.Struct, tag="completion", frozen=True, kw_only=True):
@@ -67,6 +67,7 @@ class Completion(msgspec.Struct, tag="completion", frozen=True, kw_only=True):
     model: str
     context_tokens: int
     prompt: str
+    add_special_tokens: bool = True
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -138,11 +139,13 @@ def encoded(message: ToHelper | Reply) -> bytes:
 
 
 def header(data: bytes, cpu_s: float = 0.0) -> bytes:
-    """What goes before an encoded message; with a job, the processor time that it may take."""
+    """What goes before an encoded message: with a job, the processor time that it may take; with a
+    reply, all that the helper has taken so far.
+    """
     return _HEADER.pack(len(data), round(cpu_s * 1000))
 
 
-def header_of(data: bytes) -> tuple[int, float]:
+def header_of(data: bytes | bytearray) -> tuple[int, float]:
     """How many bytes follow, and the processor time in seconds."""
     length, cpu_ms = _HEADER.unpack(data)
     return length, cpu_ms / 1000

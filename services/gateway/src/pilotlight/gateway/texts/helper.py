@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.gateway.schema.decoding import decode_body
+from pilotlight.gateway.schema.kinds import KINDS
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 from pilotlight.gateway.schema.sizes import check_rest, check_sizes
 from pilotlight.gateway.texts.frames import (
@@ -117,7 +119,7 @@ class Helper:
                 continue
             reply = encoded(self._refused or self._guarded(partial(self._do, message)))
             self._refused = None
-            self._connection.sendall(header(reply) + reply)
+            self._connection.sendall(header(reply, time.process_time()) + reply)
 
     def _exactly(self, count: int) -> bytes:
         """Read exactly this many bytes; none when the gateway is gone."""
@@ -215,11 +217,12 @@ def _read(job: Read) -> bytes:
     Raises:
         BadRequest: it is not what the API takes.
     """
-    kind = ChatRequest if job.kind == "chat" else CompletionRequest
+    kind = KINDS[job.kind]
     request = decode_body(job.body, kind)
     check_sizes(request)
     try:
-        check_rest(msgspec.structs.replace(request, **_NOTHING_TO_READ[kind]))
+        if nothing := _NOTHING_TO_READ.get(kind):
+            check_rest(msgspec.structs.replace(request, **nothing))
         return msgspec.msgpack.encode(request)
     except OverflowError as error:
         raise BadRequest("the body holds a number beyond 64 bits") from error
@@ -247,7 +250,7 @@ def _encoded(text: _Text, job: Chat | Completion) -> bytes:
     limit, chat = job.context_tokens, isinstance(job, Chat)
     if len(prompt) > limit and (least := text.tokenizer.bound.least_tokens(prompt)) > limit:
         raise ContextTooLong.by_prompt(limit, least, chat=chat, more=True)
-    token_ids = text.tokenizer.encode(prompt, add_special_tokens=not chat)
+    token_ids = text.tokenizer.encode(prompt, add_special_tokens=job.add_special_tokens)
     if len(token_ids) > limit:
         raise ContextTooLong.by_prompt(limit, len(token_ids), chat=chat)
     if len(token_ids) > CHECK_SIZE_TOKENS:

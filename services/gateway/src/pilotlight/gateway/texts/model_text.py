@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pilotlight.common.clock import Clock
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.decoding import TokenDecoder, decoder_json
+from pilotlight.text.reasoning import TemplateReasoning, template_reasoning
 from pilotlight.text.template import ChatTemplate
 from pilotlight.text.tokenizer import TextTokenizer
 from pilotlight.text.tools.probe import TemplateTools, template_tools
@@ -24,6 +25,8 @@ class TextFacts:
     """Tokens beside the vocabulary proper, by their text."""
     tools: TemplateTools
     """What the template does with tools."""
+    reasoning: TemplateReasoning
+    """What the template knows of reasoning."""
 
 
 def facts_of(bundle: TextBundle, tokenizer: TextTokenizer, clock: Clock) -> TextFacts:
@@ -39,6 +42,7 @@ def facts_of(bundle: TextBundle, tokenizer: TextTokenizer, clock: Clock) -> Text
         eos_token_ids=tokenizer.eos_token_ids,
         added_tokens=tokenizer.added_tokens,
         tools=template_tools(template, tokenizer),
+        reasoning=template_reasoning(bundle.chat_template),
     )
 
 
@@ -48,6 +52,7 @@ class ModelText:
 
     tokenizer: TokenDecoder
     tools: TemplateTools
+    reasoning: TemplateReasoning
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -60,4 +65,5 @@ class ModelText:
         return cls(
             tokenizer=TokenDecoder.of(facts.decoder, facts.eos_token_ids, facts.added_tokens),
             tools=facts.tools,
+            reasoning=facts.reasoning,
         )

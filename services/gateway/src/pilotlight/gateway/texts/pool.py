@@ -2,25 +2,26 @@
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
 from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
-from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Reply, encoded, header
+from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Reply, encoded
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
-from pilotlight.policy.ids import Digest
-from pilotlight.policy.lanes import LaneJob, next_job, turn_of
+from pilotlight.gateway.texts.waiting_jobs import TextJob, WaitingJobs
+from pilotlight.policy.lanes import LaneBounds, LaneJob, admit_job, next_job, turn_of
 
 log = structlog.get_logger()
 
 LONG_BYTES = 32 * 1024
 """A longer job is a long one. So is looking at a whole bundle."""
-MAX_WAITING = 256
+MAX_WAITING = 8192
+"""Jobs: one client alone may have as many waiting as a gateway serves requests by default."""
 MAX_WAIT_S = 30.0
 RETRY_AFTER_S = 1.0
 WALL_FACTOR = 3.0
@@ -53,31 +54,14 @@ class PoolBounds:
     """Of all jobs that wait, and of the bundles that they bring, each once."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    lane: LaneJob
-    kind: str
-    data: bytes
-    give: Give | None
-    cpu_s: float
-    give_cpu_s: float
-    """For loading the bundle."""
-    answer: "asyncio.Future[Reply]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A job at work."""
 
-    def lose(self, lost: HelperLost) -> None:
-        """There will be no answer, unless there is one."""
-        if not self.answer.done():
-            self.answer.set_exception(lost)
-            self.answer.exception()  # Looked at: the caller may have left.
-
-    def frames(self) -> list[bytes]:
-        frames: list[bytes] = []
-        if self.give is not None:
-            given = encoded(self.give)
-            frames += [header(given, self.give_cpu_s), given]
-        return [*frames, header(self.data, self.cpu_s), self.data]
+    job: TextJob
+    helper: HelperProcess
+    late: asyncio.TimerHandle
+    """Ends it at its deadline."""
 
 
 class HelperPool:
@@ -88,13 +72,11 @@ class HelperPool:
         self._spawner = spawner
         self._bounds = bounds
         self._idle: list[HelperProcess] = []
-        self._running: dict[int, tuple[_Job, asyncio.Task[None]]] = {}
-        self._waiting: dict[int, _Job] = {}
-        self._waiting_bytes = 0
-        self._gives: dict[Digest, Give] = {}
-        """Bundles that jobs wait with: all that bring the same one share its bytes."""
-        self._given: Counter[Digest] = Counter()
-        """How many jobs bring it."""
+        self._running: dict[int, _Running] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of helpers that were lost, and their jobs."""
+        self._waiting = WaitingJobs()
+        self._limits = LaneBounds(jobs=MAX_WAITING, bytes=bounds.max_waiting_bytes)
         self._numbers = 0
         self._now_turn = 0
         self._lost = asyncio.Event()
@@ -110,11 +92,17 @@ class HelperPool:
         if self._keeping is not None:
             await cancel_all((self._keeping,))
             self._keeping = None
-        await cancel_all([task for _, task in self._running.values()])
-        for number in list(self._waiting):
-            job = self._forget(number)
-            assert job is not None
+        for job in list(self._waiting):
+            self._waiting.pop(job.lane.number)
             job.lose(_STOPPING)
+        running = list(self._running.values())
+        for each in running:
+            each.late.cancel()
+        await cancel_all(self._ending)
+        await asyncio.gather(*(each.helper.kill() for each in running))
+        self._running.clear()
+        for each in running:
+            each.job.lose(_STOPPING)
         idle, self._idle = self._idle, []
         for helper in idle:
             await asyncio.to_thread(self._launcher.take_back, helper.leave())
@@ -135,72 +123,45 @@ class HelperPool:
         waiting = self._queued(job, owner, model, give)
         number = waiting.lane.number
         self._dispatch()
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(MAX_WAIT_S, self._refuse, waiting)
         try:
-            await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
-            if number in self._waiting:
-                raise QueueFull(
-                    f"nobody could prepare this prompt within {MAX_WAIT_S:g} s",
-                    retry_after_s=RETRY_AFTER_S,
-                )
             return await waiting.answer
         finally:
-            self._forget(number)
+            late.cancel()
+            self._waiting.pop(number)
 
-    def _queued(self, job: Job, owner: str, model: str, give: Give | None) -> _Job:
+    def _refuse(self, waiting: TextJob) -> None:
+        """A job has waited for as long as it may; one that runs has a time of its own."""
+        if self._waiting.pop(waiting.lane.number) is not None and not waiting.answer.done():
+            words = f"no process could prepare this prompt within {MAX_WAIT_S:g} s"
+            waiting.answer.set_exception(QueueFull(words, retry_after_s=RETRY_AFTER_S))
+
+    def _queued(self, job: Job, owner: str, model: str, give: Give | None) -> TextJob:
         data = encoded(job)
-        lanes = [other.lane for other in self._waiting.values()]
         long = len(data) > LONG_BYTES or isinstance(job, (Make, Describe))
-        lane = LaneJob(
-            number=self._numbers,
-            owner=owner,
-            model=model,
-            long=long,
-            turn=turn_of(owner, lanes, self._now_turn),
-        )
-        if give is not None:
-            # Read twice, the same bundle may stand twice in memory: one is kept.
-            give = self._gives.get(give.digest, give)
-        queued = _Job(
-            lane=lane,
+        queued = TextJob(
+            lane=LaneJob(
+                number=self._numbers,
+                owner=owner,
+                model=model,
+                long=long,
+                turn=turn_of(owner, self._waiting.latest_of(owner), self._now_turn),
+            ),
             kind=type(job).__name__.lower(),
             data=data,
-            give=give,
+            give=self._waiting.shared(give) if give is not None else None,
             cpu_s=self._bounds.long_cpu_s if long else self._bounds.short_cpu_s,
             give_cpu_s=self._bounds.long_cpu_s if give is not None else 0.0,
         )
-        size_bytes = self._waiting_bytes + len(data)
-        if give is not None and give.digest not in self._gives:
-            size_bytes += len(give.bundle)
-        own = sum(other.owner == owner for other in lanes)
-        # A single job is taken whatever its size: bodies and checkpoints have bounds of their own.
-        if (
-            len(lanes) >= MAX_WAITING
-            or own >= MAX_WAITING // 2
-            or (lanes and size_bytes > self._bounds.max_waiting_bytes)
-        ):
+        if not admit_job(self._waiting.load(owner), self._limits, self._waiting.size_bytes(queued)):
             raise QueueFull(
-                f"{len(lanes)} prompts with {self._waiting_bytes} bytes wait to be prepared; no more are taken now",
+                f"{len(self._waiting)} prompts with {self._waiting.bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._numbers += 1
-        self._waiting[lane.number] = queued
-        self._waiting_bytes = size_bytes
-        if give is not None:
-            self._gives[give.digest] = give
-            self._given[give.digest] += 1
+        self._waiting.add(queued)
         return queued
-
-    def _forget(self, number: int) -> _Job | None:
-        job = self._waiting.pop(number, None)
-        if job is None:
-            return None
-        self._waiting_bytes -= len(job.data)
-        if job.give is not None:
-            self._given[job.give.digest] -= 1
-            if not self._given[job.give.digest]:
-                del self._given[job.give.digest], self._gives[job.give.digest]
-                self._waiting_bytes -= len(job.give.bundle)
-        return job
 
     def _dispatch(self) -> None:
         gone = [helper for helper in self._idle if helper.gone]
@@ -209,28 +170,48 @@ class HelperPool:
             self._spawner.spawn("bury a text helper", helper.kill())
             self._lost.set()
         while self._idle and self._waiting:
-            running = [job.lane for job, _ in self._running.values()]
-            chosen = next_job(
-                [job.lane for job in self._waiting.values()], running, self._bounds.helpers
-            )
+            running = [each.job.lane for each in self._running.values()]
+            chosen = next_job(self._waiting.heads(), running, self._bounds.helpers)
             if chosen is None:
                 return
-            job = self._forget(chosen.number)
+            job = self._waiting.pop(chosen.number)
             assert job is not None
             self._now_turn = max(self._now_turn, chosen.turn)
             helper = next(
                 (one for one in reversed(self._idle) if chosen.model in one.held), self._idle[-1]
             )
             self._idle.remove(helper)
-            self._running[chosen.number] = (
-                job,
-                self._spawner.spawn("text job", self._run(job, helper)),
-            )
+            self._begin(job, helper)
 
-    async def _run(self, job: _Job, helper: HelperProcess) -> None:
+    def _begin(self, job: TextJob, helper: HelperProcess) -> None:
+        deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
+        late = asyncio.get_running_loop().call_later(deadline_s, self._end, job, helper, deadline_s)
+        self._running[job.lane.number] = _Running(job, helper, late)
+        helper.begin(job.frames(), partial(self._heard, job, helper))
+
+    def _heard(self, job: TextJob, helper: HelperProcess, what: Reply | Exception) -> None:
+        if isinstance(what, Exception):
+            self._end(job, helper)
+            return
+        self._running.pop(job.lane.number).late.cancel()
+        if job.give is not None:
+            helper.held.add(job.lane.model)
+        self._idle.append(helper)
+        if not job.answer.done():
+            job.answer.set_result(what)
+        self._dispatch()
+
+    def _end(self, job: TextJob, helper: HelperProcess, late_s: float | None = None) -> None:
+        """A job's helper has ended, or has not answered within ``late_s``: it is of no use."""
+        helper.hear_no_more()
+        self._running[job.lane.number].late.cancel()
+        task = self._spawner.spawn("bury a text helper", self._bury(job, helper, late_s))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _bury(self, job: TextJob, helper: HelperProcess, late_s: float | None) -> None:
         try:
-            reply = await helper.ask(job.frames(), WALL_FACTOR * (job.give_cpu_s + job.cpu_s))
-        except HelperLost as lost:
+            lost = await (helper.lost() if late_s is None else helper.late(late_s))
             log.warning(
                 "a text helper was lost",
                 action="text_helper_lost",
@@ -244,15 +225,9 @@ class HelperPool:
             lost.long = job.lane.long
             self._lost.set()
             job.lose(lost)
-        else:
-            if job.give is not None:
-                helper.held.add(job.lane.model)
-            self._idle.append(helper)
-            if not job.answer.done():
-                job.answer.set_result(reply)
         finally:
             job.lose(_STOPPING)
-            del self._running[job.lane.number]
+            self._running.pop(job.lane.number, None)
             self._dispatch()
 
     async def _keep(self) -> None:

@@ -6,10 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from pilotlight.gateway.texts.frames import (
     HEADER_BYTES,
@@ -26,7 +29,6 @@ END_DEADLINE_S = 5.0
 BLAMED_SHARE = 0.1
 """Of its time. A helper that worked less was stopped, or had no processor: that is not the job's
 fault."""
-_BUFFER_BYTES = 1024 * 1024
 _KEPT_ENVIRONMENT = (
     "PATH",
     "PYTHONPATH",
@@ -148,29 +150,60 @@ def _worked_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _connected(launched: Launched) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams to a helper, which is ended where there are none."""
-    try:
-        # Not the socket itself: the helper may be taken back, and serve another.
-        return await asyncio.open_unix_connection(
-            sock=launched.connection.dup(), limit=_BUFFER_BYTES
-        )
-    except BaseException:
-        await asyncio.to_thread(end, launched)
-        raise
+Heard = Callable[[Reply | Exception], None]
+"""Takes a helper's answer, or why there is none."""
+
+
+class _Line(asyncio.Protocol):
+    """Our end of a helper's socket, for one job at a time: no streams and no task, for a job is
+    done within a tenth of a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self.gone = False
+        """The helper has closed its end."""
+        self.worked_s = 0.0
+        """Processor time that it had taken when it answered last."""
+        self.heard: Heard | None = None
+        """Of the job that is under way."""
+        self._got = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._got += data
+        if len(self._got) < HEADER_BYTES:
+            return
+        length, worked_s = header_of(self._got[:HEADER_BYTES])
+        if len(self._got) < HEADER_BYTES + length:
+            return
+        answer = bytes(self._got[HEADER_BYTES : HEADER_BYTES + length])
+        self._got.clear()
+        self.worked_s = worked_s
+        try:
+            reply = reply_of(answer)
+        except msgspec.DecodeError as error:
+            self._say(error)
+        else:
+            self._say(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone = True
+        self._say(exc or EOFError("its end is closed"))
+
+    def _say(self, what: Reply | Exception) -> None:
+        heard, self.heard = self.heard, None
+        if heard is not None:
+            heard(what)
 
 
 class HelperProcess:
     """A helper that does one job at a time."""
 
-    def __init__(
-        self, launched: Launched, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, launched: Launched, transport: asyncio.WriteTransport, line: _Line) -> None:
         self.launched = launched
         self.held: set[str] = set()
         """Bundles that it was given; it may have dropped some."""
-        self._reader = reader
-        self._writer = writer
+        self._transport = transport
+        self._line = line
 
     @classmethod
     async def start(cls, launcher: Launcher) -> "HelperProcess":
@@ -181,7 +214,7 @@ class HelperProcess:
         """
         try:
             launched = launcher.launch()
-            started = cls(launched, *await _connected(launched))
+            started = await cls._connected(launched)
         except OSError as error:
             raise HelperLost(f"it cannot be started: {error}", blamed=False) from error
         hello = encoded(Hello())
@@ -191,10 +224,35 @@ class HelperProcess:
             raise HelperLost(f"it did not come up: {error.reason}", blamed=False) from error
         return started
 
+    @classmethod
+    async def _connected(cls, launched: Launched) -> "HelperProcess":
+        """With a line to a helper, which is ended where there is none."""
+        loop = asyncio.get_running_loop()
+        try:
+            # Not the socket itself: the helper may be taken back, and serve another.
+            transport, line = await loop.create_unix_connection(
+                _Line, sock=launched.connection.dup()
+            )
+        except BaseException:
+            await asyncio.to_thread(end, launched)
+            raise
+        return cls(launched, transport, line)
+
     @property
     def gone(self) -> bool:
         """It has ended, though it had no job."""
-        return self._reader.at_eof()
+        return self._line.gone
+
+    def begin(self, frames: list[bytes], heard: Heard) -> None:
+        """Hand it a job. ``heard`` is called once, also where it ends before it answers; then
+        ``lost`` says why.
+        """
+        self._line.heard = heard
+        try:
+            self._transport.writelines(frames)
+        except (OSError, RuntimeError) as error:
+            # RuntimeError where uvloop has closed the socket.
+            self._line.connection_lost(OSError(str(error)))
 
     async def ask(self, frames: list[bytes], deadline_s: float) -> Reply:
         """Have a job done.
@@ -203,43 +261,36 @@ class HelperProcess:
             HelperLost: it ended before it answered, or was ended at the deadline. It is of no use
                 any more.
         """
-        before_s = _worked_s(self.launched.process.pid)
+        answer: asyncio.Future[Reply | Exception] = asyncio.get_running_loop().create_future()
+
+        def heard(what: Reply | Exception) -> None:
+            if not answer.done():
+                answer.set_result(what)
+
         try:
+            self.begin(frames, heard)
             async with asyncio.timeout(deadline_s):
-                return await self._ask(frames)
+                what = await answer
         except TimeoutError as error:
-            worked_s = _worked_s(self.launched.process.pid) - before_s
-            await self.kill()
-            raise HelperLost(
-                f"it took more than {deadline_s:g} s, and worked for {worked_s:g} s of them",
-                blamed=worked_s > BLAMED_SHARE * deadline_s,
-            ) from error
-        except Exception as error:
-            # OSError and EOFError, RuntimeError where uvloop has closed the socket, and whatever is
-            # no reply.
-            raise await self._lost() from error
+            raise await self.late(deadline_s) from error
         except BaseException:
             # Half a reply is of no use to the next job.
             await self.kill()
             raise
+        if isinstance(what, Exception):
+            raise await self.lost() from what
+        return what
 
-    async def kill(self) -> None:
-        """End it, whatever it does."""
-        self._writer.close()
-        await asyncio.to_thread(end, self.launched)
+    async def late(self, deadline_s: float) -> HelperLost:
+        """End one that has not answered in time; what is to be said of it."""
+        worked_s = _worked_s(self.launched.process.pid) - self._line.worked_s
+        await self.kill()
+        return HelperLost(
+            f"it took more than {deadline_s:g} s, and worked for {worked_s:g} s of them",
+            blamed=worked_s > BLAMED_SHARE * deadline_s,
+        )
 
-    def leave(self) -> Launched:
-        """Let go of an idle one."""
-        self._writer.close()
-        return self.launched
-
-    async def _ask(self, frames: list[bytes]) -> Reply:
-        self._writer.writelines(frames)
-        await self._writer.drain()
-        length, _ = header_of(await self._reader.readexactly(HEADER_BYTES))
-        return reply_of(await self._reader.readexactly(length))
-
-    async def _lost(self) -> HelperLost:
+    async def lost(self) -> HelperLost:
         """Why it ended."""
         process = self.launched.process
         with suppress(subprocess.TimeoutExpired):
@@ -251,3 +302,18 @@ class HelperProcess:
         return HelperLost(
             blamed or f"its process ended with status {status}", blamed=blamed is not None
         )
+
+    def hear_no_more(self) -> None:
+        """An answer that comes now comes too late."""
+        self._line.heard = None
+
+    async def kill(self) -> None:
+        """End it, whatever it does."""
+        self.hear_no_more()
+        self._transport.close()
+        await asyncio.to_thread(end, self.launched)
+
+    def leave(self) -> Launched:
+        """Let go of an idle one."""
+        self._transport.close()
+        return self.launched

@@ -21,7 +21,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.service import Context
 from pilotlight.common.store import text_key
-from pilotlight.gateway.schema.requests import ChatRequest, CommonRequest
+from pilotlight.gateway.schema.kinds import KIND_OF
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.texts.bundles import Bundles
 from pilotlight.gateway.texts.frames import (
@@ -53,7 +53,7 @@ ADMIN = "admin"
 """Owner of jobs that belong to no client's request."""
 RETRY_AFTER_S = 1.0
 
-R = TypeVar("R", bound=CommonRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Texts:
@@ -79,9 +79,7 @@ class Texts:
             BadRequest: it is not what the API takes.
             QueueFull, TextUnavailable: not now.
         """
-        reply = await self._done(
-            Read(kind="chat" if as_type is ChatRequest else "completion", body=body), owner
-        )
+        reply = await self._done(Read(kind=KIND_OF[as_type], body=body), owner)
         assert isinstance(reply, Request)
         return msgspec.msgpack.decode(reply.data, type=as_type)
 
@@ -161,11 +159,18 @@ class Texts:
             ) from lost
 
 
+def default_helpers(cores: int) -> int:
+    """One for each core, within bounds: with fewer than three, a model's short prompts wait for its
+    long ones (``policy.lanes``).
+    """
+    return min(max(3, cores), MAX_DEFAULT_HELPERS)
+
+
 def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = None) -> Texts:
     """The text helpers; by default they are started, and ended, by this gateway."""
     settings, store = context.settings, context.store
     bounds = PoolBounds(
-        helpers=max(2, settings.text_helpers or min(os.cpu_count() or 1, MAX_DEFAULT_HELPERS)),
+        helpers=max(2, settings.text_helpers or default_helpers(os.cpu_count() or 1)),
         short_cpu_s=settings.text_short_timeout_s,
         long_cpu_s=settings.text_timeout_s,
         max_waiting_bytes=settings.text_queue_bytes,

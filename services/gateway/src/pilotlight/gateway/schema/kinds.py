@@ -1,0 +1,27 @@
+"""Bodies that text helpers decode, by the names that go to them."""
+
+import msgspec
+
+from pilotlight.gateway.schema.messages import CountRequest, MessagesRequest
+from pilotlight.gateway.schema.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.schema.responses import ResponsesRequest
+from pilotlight.gateway.schema.tokens import DetokenizeRequest, TokenizeRequest
+
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+    "messages": MessagesRequest,
+    "count": CountRequest,
+    "responses": ResponsesRequest,
+    "ollama_chat": OllamaChatRequest,
+    "ollama_generate": OllamaGenerateRequest,
+    "ollama_show": OllamaShowRequest,
+}
+KIND_OF = {kind: name for name, kind in KINDS.items()}

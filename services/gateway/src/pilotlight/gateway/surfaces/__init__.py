@@ -1,0 +1,1 @@
+"""Other shapes of the same answers: routes beside OpenAI's completions, over the same core."""

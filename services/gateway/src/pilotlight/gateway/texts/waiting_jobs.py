@@ -1,0 +1,147 @@
+"""Jobs that wait for a text helper, counted, with the bundles that they bring."""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pilotlight.gateway.texts.frames import Give, Reply, encoded, header
+from pilotlight.gateway.texts.process import HelperLost
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.lanes import LaneJob, LaneLoad
+
+Group = tuple[str, str, bool]
+"""Owner, model, and whether they are long: jobs that are alike to the policy but for their order.
+"""
+
+
+@dataclass(slots=True, kw_only=True)
+class TextJob:
+    """A job that waits or runs."""
+
+    lane: LaneJob
+    kind: str
+    data: bytes
+    give: Give | None
+    cpu_s: float
+    give_cpu_s: float
+    """For loading the bundle."""
+    answer: "asyncio.Future[Reply]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    @property
+    def group(self) -> Group:
+        """What it is to the policy."""
+        return self.lane.owner, self.lane.model, self.lane.long
+
+    def lose(self, lost: HelperLost) -> None:
+        """There will be no answer, unless there is one."""
+        if not self.answer.done():
+            self.answer.set_exception(lost)
+            self.answer.exception()  # Looked at: the caller may have left.
+
+    def frames(self) -> list[bytes]:
+        """What a helper is sent."""
+        frames: list[bytes] = []
+        if self.give is not None:
+            given = encoded(self.give)
+            frames += [header(given, self.give_cpu_s), given]
+        return [*frames, header(self.data, self.cpu_s), self.data]
+
+
+class WaitingJobs:
+    """All of them, by group and in order of arrival: the policy sees a group's first or last alone,
+    so that a job costs the same however many wait.
+    """
+
+    def __init__(self) -> None:
+        # Ordered ones: to look at the first of a dict takes as long as it had others before.
+        self._groups: dict[Group, OrderedDict[int, TextJob]] = {}
+        self._group_of: dict[int, Group] = {}
+        self._jobs: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        """Both by owner; a bundle is nobody's."""
+        self._all_bytes = 0
+        self._gives: dict[Digest, Give] = {}
+        """Bundles that jobs wait with: all that bring the same one share its bytes."""
+        self._given: Counter[Digest] = Counter()
+        """How many jobs bring it."""
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._group_of
+
+    def __iter__(self) -> Iterator[TextJob]:
+        return (job for group in self._groups.values() for job in group.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of jobs, and of the bundles that they bring, each once."""
+        return self._all_bytes
+
+    def heads(self) -> list[LaneJob]:
+        """Those that may be next: the first of each group."""
+        return [next(iter(group.values())).lane for group in self._groups.values()]
+
+    def latest_of(self, owner: str) -> list[LaneJob]:
+        """The last of each of an owner's groups."""
+        return [
+            next(reversed(jobs.values())).lane
+            for group, jobs in self._groups.items()
+            if group[0] == owner
+        ]
+
+    def load(self, owner: str) -> LaneLoad:
+        """What waits, as an owner's next job finds it."""
+        return LaneLoad(
+            jobs=len(self),
+            bytes=self._all_bytes,
+            own_jobs=self._jobs[owner],
+            own_bytes=self._bytes[owner],
+        )
+
+    def shared(self, give: Give) -> Give:
+        """The same bundle, as another job brings it: read twice, it may stand twice in memory."""
+        return self._gives.get(give.digest, give)
+
+    def size_bytes(self, job: TextJob) -> int:
+        """What it would add."""
+        new = job.give is not None and job.give.digest not in self._gives
+        return len(job.data) + (len(job.give.bundle) if job.give is not None and new else 0)
+
+    def add(self, job: TextJob) -> None:
+        """It waits."""
+        number, owner = job.lane.number, job.lane.owner
+        self._all_bytes += self.size_bytes(job)
+        self._groups.setdefault(job.group, OrderedDict())[number] = job
+        self._group_of[number] = job.group
+        self._jobs[owner] += 1
+        self._bytes[owner] += len(job.data)
+        if job.give is not None:
+            self._gives[job.give.digest] = job.give
+            self._given[job.give.digest] += 1
+
+    def pop(self, number: int) -> TextJob | None:
+        """It waits no more; None when it did not."""
+        key = self._group_of.pop(number, None)
+        if key is None:
+            return None
+        group = self._groups[key]
+        job = group.pop(number)
+        if not group:
+            del self._groups[key]
+        owner = job.lane.owner
+        self._jobs[owner] -= 1
+        self._bytes[owner] -= len(job.data)
+        if not self._jobs[owner]:
+            del self._jobs[owner], self._bytes[owner]
+        self._all_bytes -= len(job.data)
+        if job.give is not None:
+            self._given[job.give.digest] -= 1
+            if not self._given[job.give.digest]:
+                del self._given[job.give.digest], self._gives[job.give.digest]
+                self._all_bytes -= len(job.give.bundle)
+        return job

@@ -1,0 +1,229 @@
+"""What a user does with the dashboard, in a browser and on a whole system."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_system import RunningSystem, eventually
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.anyio]
+
+MODEL = "ember-7m"
+PAGES = {
+    "fleet": "/",
+    "models": "/models",
+    "model": f"/models/{MODEL}",
+    "cold-starts": "/cold-starts",
+    "traces": "/traces",
+    "audit": "/events",
+    "evictions": "/events?kind=evictions",
+    "decisions": "/events?kind=decisions",
+    "playground": "/playground",
+}
+PICTURES = os.environ.get("PILOTLIGHT_UI_PICTURES")
+"""A folder for pictures of all pages, where they are wanted."""
+
+
+async def chat(page: Any, text: str) -> str:
+    """Ask in the playground; the whole answer."""
+    await page.fill("#prompt", text)
+    await page.press("#prompt", "Enter")
+    await page.wait_for_selector("#f-tokens:text-matches('[0-9]')", timeout=60_000)
+    await page.wait_for_selector("#send:visible")
+    return await page.locator(".turn.assistant .said").last.inner_text()
+
+
+async def picture(tab: Any, theme: str, name: str) -> None:
+    if PICTURES is not None:
+        await tab.page.screenshot(path=Path(PICTURES) / f"{theme}-{name}.png", full_page=True)
+
+
+async def test_a_cold_model_is_asked_and_its_start_is_looked_at(
+    system: RunningSystem, open_tab: Any
+) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    await tab.sign_in(system.key("admin"))
+    with system.admin() as http:
+        http.post(f"/models/{MODEL}/evict")
+    await tab.open(f"/playground?model={MODEL}")
+    assert "pilot light" in (await chat(page, "What is a pilot light?")).lower()
+    assert "PILOTLIGHT_API_KEY" in await page.inner_text("#as-curl")
+    await page.click("#f-links a")
+    await page.wait_for_url("**/ui/traces/*")
+    assert await page.locator(".waterfall tbody tr").count() >= 3
+    await page.click(".alert.calm a")
+    await page.wait_for_url("**/ui/cold-starts/*")
+    # Its last phases come a moment after its first token, and the page follows by itself.
+    await page.wait_for_selector(".pill-done", timeout=30_000)
+    names = await page.locator(".waterfall tbody th").all_inner_texts()
+    assert {"fetch", "load", "prefill"} <= {name.split()[0] for name in names}
+    assert await page.locator(".reasons li").count() >= 1
+    assert "Predicted first token" in await page.inner_text("#main")
+
+
+async def test_a_cold_start_is_watched_while_it_happens(
+    system: RunningSystem, open_tab: Any
+) -> None:
+    tab, watching = await open_tab(system.url), await open_tab(system.url)
+    for one in (tab, watching):
+        await one.sign_in(system.key("admin"))
+    with system.admin() as http:
+        uri = http.get(f"/models/{MODEL}").json()["uri"]
+        slo = {"ttft_ms": 9000, "tpot_ms": 900}
+        http.post("/models", json={"name": "watched", "uri": uri, "slo": slo})
+        http.post(f"/models/{MODEL}/evict")
+        (node,) = http.get("/nodes").json()["nodes"]
+        # An empty host pool: the parameters come over the slow link again.
+        http.post(f"/nodes/{node['node_id']}/drain")
+        eventually(lambda: http.get("/nodes").json()["nodes"][0]["state"] == "drained", 60)
+        http.delete(f"/nodes/{node['node_id']}/drain")
+    await watching.open("/cold-starts")
+    await tab.open("/playground?model=watched")
+    await tab.page.fill("#prompt", "What is a pilot light?")
+    await tab.page.press("#prompt", "Enter")
+    await watching.page.locator("tr.row", has_text="watched").locator("a").first.click()
+    await watching.page.wait_for_selector("#start-part .bar-of.open")
+    assert await watching.page.locator("#start-part .pill-starting").count() == 1
+    await picture(watching, "light", "cold-start-live")
+    await tab.page.wait_for_selector("#progress-text:text-matches('Cold start: ')")
+    await picture(tab, "light", "playground-cold")
+    await watching.page.wait_for_selector("#start-part .pill-done", timeout=60_000)
+    await watching.page.wait_for_selector("#start-part .phase-deliver", state="attached")
+    await picture(watching, "light", "cold-start-done")
+    await tab.page.wait_for_selector("#f-tokens:text-matches('[0-9]')", timeout=60_000)
+    with system.admin() as http:
+        http.delete("/models/watched")
+
+
+async def test_a_model_is_registered_changed_warmed_released_and_deleted(
+    system: RunningSystem, open_tab: Any
+) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    page.on("dialog", lambda dialog: dialog.accept())
+    with system.admin() as http:
+        uri = http.get(f"/models/{MODEL}").json()["uri"]
+    await tab.sign_in(system.key("admin"))
+    await page.click("nav >> text=Models")
+    await page.click("#register-open")
+    await page.fill("#r-name", "team/second")
+    await page.fill("#r-uri", uri)
+    await page.click("dialog button[type=submit]")
+    await page.wait_for_url("**/ui/models/team/second")
+    await page.click("text=Warm")
+    await page.wait_for_selector("#model-part .pill-ready", timeout=60_000)
+    await page.fill("#c-ttft", "4321")
+    await page.click(".settings button[type=submit]")
+    await page.wait_for_selector(".toast:has-text('Saved')")
+    await page.click("#model-part >> text=Pin")
+    await page.wait_for_selector("#model-part .pill-pinned")
+    with system.admin() as http:
+        changed = http.get("/models/team/second").json()
+    assert (changed["slo"]["ttft_ms"], changed["pinned"]) == (4321, True)
+    await page.click("#model-part >> text=Evict")
+    await page.wait_for_selector("#model-part .pill-cold", timeout=60_000)
+    await page.click("text=Delete the model")
+    await page.wait_for_url("**/ui/models")
+    await page.wait_for_selector(f"#models >> text={MODEL}")
+    await page.wait_for_selector("#models >> text=team/second", state="detached")
+    await tab.open("/events")
+    assert "model_delete" in await page.inner_text("#events-part")
+
+
+async def test_a_refused_registration_says_why(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    await tab.sign_in(system.key("admin"))
+    await tab.open("/models")
+    await page.click("#register-open")
+    await page.fill("#r-name", "elsewhere")
+    await page.fill("#r-uri", "file:///etc")
+    await page.click("dialog button[type=submit]")
+    alert = page.locator("dialog [role=alert]")
+    await alert.wait_for(state="visible")
+    assert "root" in await alert.inner_text()
+    # The browser names each answer of 400 and above on the console.
+    tab.wrong = [one for one in tab.wrong if "status of 422" not in one]
+
+
+async def test_a_session_that_ended_leads_to_the_form(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    await tab.sign_in(system.key("admin"))
+    await page.click("text=Sign out")
+    await page.wait_for_url("**/ui/sign-in")
+    await page.goto(f"{system.url}/ui/models/{MODEL}")
+    await page.fill("#key", system.key("admin"))
+    await page.click("button[type=submit]")
+    await page.wait_for_url(f"**/ui/models/{MODEL}")
+
+
+async def test_it_is_used_by_keyboard_alone(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    await page.goto(f"{system.url}/ui/")
+    await page.keyboard.type(system.key("admin"))
+    await page.keyboard.press("Enter")
+    await page.wait_for_url("**/ui/")
+    await page.keyboard.press("Tab")
+    assert await page.evaluate("() => document.activeElement.textContent") == "Skip to content"
+    await page.keyboard.press("Enter")
+    await page.wait_for_selector("#nodes tr.row a")
+    for _ in range(12):
+        await page.keyboard.press("Tab")
+        if await page.evaluate("() => document.activeElement.closest('#nodes tr.row') !== null"):
+            break
+    await page.keyboard.press("Enter")
+    await page.wait_for_url("**/ui/nodes/*")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_every_page_is_accessible_in_both_themes(
+    system: RunningSystem, open_tab: Any, theme: str
+) -> None:
+    tab = await open_tab(system.url, theme)
+    page = tab.page
+    await page.goto(f"{system.url}/ui/")
+    found = {"sign-in": await tab.violations()}
+    await picture(tab, theme, "sign-in")
+    await tab.sign_in(system.key("admin"))
+    await tab.open(f"/playground?model={MODEL}")
+    await chat(page, "What is a pilot light?")
+    found["chat"] = await tab.violations()
+    await picture(tab, theme, "chat")
+    for name, path in PAGES.items():
+        await tab.open(path)
+        await page.wait_for_load_state("load")
+        if name in ("fleet", "models", "cold-starts"):
+            await page.wait_for_selector("tr.row")
+        found[name] = await tab.violations()
+        await picture(tab, theme, name)
+    for start, name in (("/", "node"), ("/cold-starts", "cold-start")):
+        await tab.open(start)
+        await page.locator("tr.row a").first.click()
+        await page.wait_for_selector(".crumbs")
+        found[name] = await tab.violations()
+        await picture(tab, theme, name)
+    assert {name: one for name, one in found.items() if one} == {}
+    ground = await page.evaluate("() => getComputedStyle(document.documentElement).backgroundColor")
+    assert ground == {"light": "rgb(245, 246, 248)", "dark": "rgb(15, 20, 27)"}[theme]
+
+
+async def test_a_chosen_theme_stays(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url, "light")
+    page = tab.page
+    await tab.sign_in(system.key("admin"))
+    await page.click("#theme-button")
+    await page.click("#theme-button")
+    await tab.open("/models")
+    assert await page.get_attribute("html", "data-theme") == "dark"
+    assert await page.inner_text("#theme-name") == "dark"
+
+
+def test_axe_is_the_one_that_is_named() -> None:
+    vendor = Path(__file__).parent / "vendor"
+    digest = hashlib.sha256((vendor / "axe.min.js").read_bytes()).hexdigest()
+    assert f"`{digest}`" in (vendor / "README.md").read_text()
