@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-s3 test-bundle test-gpu bundle check format docs bench-cold-start bench-control bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-attention-gpu bench-dataplane bench-pictures soak lock clean
+.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -26,7 +26,7 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit and contract tests, then one whole system from its start to its end: ten minutes; TESTS=folders
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m smoke $(OR_NONE)
 
 test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: ten minutes
@@ -45,9 +45,17 @@ test-compose:  ## build the containers, run the system with docker compose, brea
 	@tools/bootstrap.sh dev
 	@tools/test_compose.sh
 
+test-clients:  ## what clients of OpenAI's, Anthropic's and Ollama's APIs do, with their own libraries where there are such
+	@tools/bootstrap.sh dev
+	@$(PYTEST) services/gateway/tests/test_gateway_openai_*.py services/gateway/tests/test_gateway_surfaces_*.py $(LIMITED)
+
 test-s3:  ## the S3 tests against Ceph's server, which is installed where it is missing
 	@tools/bootstrap.sh dev
 	@tools/test_s3.sh
+
+test-ui:  ## the dashboard in Debian's Chromium, which is installed where it is missing: flows, accessibility, pictures, thousands of rows
+	@tools/bootstrap.sh dev
+	@tools/test_ui.sh
 
 test-bundle:  ## make an offline archive for this Python, install it without a network, run the demo from it
 	@tools/bootstrap.sh dev
@@ -81,9 +89,24 @@ bench-cold-start:  ## cold and warm first tokens of the demo model on this machi
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cold_start.py
 
-bench-control:  ## what a decision costs in a cluster of 8,000 workers and 10,000 models, as JSON
+bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=
+	@tools/bootstrap.sh dev
+	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS))
+
+bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON: POLICIES=, REQUESTS=, DURATION_S=
 	@tools/bootstrap.sh runtime
-	@$(PY) bench/control.py
+	@$(PY) bench/cache_real.py $(if $(POLICIES),--policies $(POLICIES)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DURATION_S),--duration-s $(DURATION_S))
+
+bench-scheduler:  ## ParaServe's figures in simulated time, all policies, as JSON: FULL=1, SECONDS=, SEEDS=, JOBS=, LINES=FILE (resumes), OUT=
+	@tools/bootstrap.sh dev
+	@$(PY) bench/scheduler.py $(if $(FULL),--full) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(LINES),--lines "$(LINES)") $(if $(OUT),--out "$(OUT)")
+
+bench-validation:  ## predictions of starts, and the simulator, against a real cluster behind shaped links, as JSON; needs root. PARTS=, STARTS=, SECONDS=
+	@$(PY) bench/validation/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts $(STARTS)) $(if $(SECONDS),--seconds $(SECONDS))
+
+bench-control:  ## what control costs in a cluster of 8,000 workers and 10,000 models, as JSON: PARTS=live ticks, STARTS=a second, PLAYERS=processes
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/control.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts-per-s $(STARTS)) $(if $(PLAYERS),--players $(PLAYERS))
 
 bench-failover:  ## how long nobody leads when the leading scheduler dies or stops, as JSON
 	@tools/bootstrap.sh runtime
@@ -111,12 +134,22 @@ bench-floods:  ## what floods of bodies do to the gateway's memory and to other 
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/hostile/test_hostile_floods.py -m hostile -s -q
 
+bench-gateway:  ## what the gateway costs with an engine that takes no time, beside others, as JSON: PEERS=interpreter that has them, PARTS=, ROUNDS=
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/gateway.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
 bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py
+
+bench-kv-return:  ## KV on loan goes back on this machine's GPU, three ways by turns, as JSON: SECONDS=, ROUNDS=; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/kv_return.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev
 	@$(PY) bench/dataplane/run.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(PARTS),--parts $(PARTS))
+
+bench-local-fetch:  ## a file that the system has in memory into the host pool, beside what the machine can do, as JSON: MIB=, OUT=, PEERS=interpreter; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/dataplane/local_fetch.py $(if $(MIB),--mib $(MIB)) $(if $(OUT),--out "$(OUT)") $(if $(PEERS),--peers-python "$(PEERS)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 bench-pictures:  ## the pictures in docs/pictures, from the results in bench/results
 	@tools/bootstrap.sh dev
@@ -125,6 +158,10 @@ bench-pictures:  ## the pictures in docs/pictures, from the results in bench/res
 soak:  ## the whole system under 20,000 requests, 64 at once; no process may grow. JSON. SOAK_REQUESTS=, SOAK_AT_ONCE=
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/soak.py $(if $(SOAK_REQUESTS),--requests $(SOAK_REQUESTS)) $(if $(SOAK_AT_ONCE),--at-once $(SOAK_AT_ONCE))
+
+soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=
+	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
+	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)")
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

@@ -1,4 +1,7 @@
-"""What a decision costs in a large cluster: ``make bench-control``.
+"""What control costs in a large cluster: ``make bench-control``.
+
+Two parts: *live* runs the control plane as it is, with nodes that are played (``control_live.py``);
+*ticks* is what follows.
 
 Builds the facts of a cluster at rest (1,000 nodes with 8 workers each, 10,000 models, 2,000
 instances) and times single ticks of control (``policy/control/tick.py``) in this process, without
@@ -26,12 +29,15 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cold_start import machine
+from control_live import measurements
+from control_system import LiveSize
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.testing import LargeCluster, Size
 
 Change = Callable[[LargeCluster, int], Focus | None]
+PARTS = ("live", "ticks")
 REFUSED = 100
 LONG_S = 100.0
 """Older than the patience of any model."""
@@ -203,6 +209,11 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=2000)
     parser.add_argument("--ticks", type=int, default=200, help="of each kind and run, at most")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--starts-per-s", type=float, default=20.0, help="of the live part")
+    parser.add_argument("--players", type=int, default=2, help="processes that play nodes")
+    parser.add_argument("--rest-s", type=float, default=20.0, help="of the live part")
+    parser.add_argument("--load-s", type=float, default=40.0, help="of the live part")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args()
     size = Size(
@@ -211,6 +222,28 @@ def main() -> None:
         models=asked.models,
         instances=asked.instances,
     )
+    said = where()
+    found: list[dict[str, Any]] = []
+    if "live" in asked.parts:
+        live = LiveSize(
+            nodes=asked.nodes,
+            workers_per_node=asked.workers,
+            models=asked.models,
+            starts_per_s=asked.starts_per_s,
+            players=asked.players,
+            rest_s=asked.rest_s,
+            load_s=asked.load_s,
+        )
+        found += measurements(live, said)
+    if "ticks" in asked.parts:
+        found += _ticks(asked, size, said)
+    print(
+        json.dumps({"benchmark": "control", "size": asdict(size), "measurements": found}, indent=1)
+    )
+
+
+def _ticks(asked: argparse.Namespace, size: Size, said: dict[str, str]) -> list[dict[str, Any]]:
+    """Single ticks, with one change each."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in asked.kinds}
     looked: dict[str, dict[str, int]] = {}
     for _ in range(asked.runs):
@@ -221,8 +254,7 @@ def main() -> None:
             taken = take(made[kind.crowded, kind.owed], kind, min(kind.ticks, asked.ticks))
             runs[name].append(taken.figures())
             looked[name] = taken.most()
-    said = where()
-    measurements: list[dict[str, Any]] = [
+    return [
         {
             "what": f"{name}: {KINDS[name].what}",
             **said,
@@ -236,11 +268,6 @@ def main() -> None:
         }
         for name, each in runs.items()
     ]
-    print(
-        json.dumps(
-            {"benchmark": "control", "size": asdict(size), "measurements": measurements}, indent=1
-        )
-    )
 
 
 def where() -> dict[str, str]:

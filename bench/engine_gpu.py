@@ -1,8 +1,9 @@
 """The native engine on one GPU, beside vLLM in the same run: ``make bench-engine-gpu VLLM=python``.
 
 Each engine is a process of its own (``engine_gpu_ours.py``, ``engine_gpu_vllm.py`` by the
-interpreter that ``--vllm`` names) and reads the same random bfloat16 weights from the same files.
-Both stay on the device, with as much KV; they take turns, and the engine that goes first changes.
+interpreter that ``--vllm`` names) and reads the same random weights from the same files, in
+bfloat16, or in fp8 where the shape says so (both beside each other: ``engine_gpu_fp8.py``). Both
+stay on the device, with as much KV; they take turns, and the engine that goes first changes.
 For each shape: decode milliseconds a step at batch 1, 8 and 64 behind prompts of 161 tokens (the
 time of more tokens less that of few, by their number); output tokens a second for 128 requests of
 161 tokens in and 128 out, and for a sample of a trace of conversations
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_gpu_agreement import agreement, checked
+from engine_gpu_fp8 import below_floors, beside_bfloat16
 from engine_gpu_job import SHAPES, weights_bytes
 from engine_gpu_process import Child, DeviceMemory
 
@@ -47,12 +49,12 @@ FLOOR = 0.9
 START_S, ANSWER_S = 240.0, 120.0
 """The longest that an engine may take to start, and to answer."""
 PREDICTED_S = {
-    "weights": {"4B": 12, "8B": 20},
-    "vllm": {"4B": 60, "8B": 65},
-    "ours": {"4B": 15, "8B": 18},
+    "weights": {"4B": 12, "8B": 20, "8B-fp8": 16, "8B-fp8-channel": 16},
+    "vllm": {"4B": 60, "8B": 65, "8B-fp8": 68, "8B-fp8-channel": 68},
+    "ours": {"4B": 15, "8B": 18, "8B-fp8": 18, "8B-fp8-channel": 18},
 }
 """On one H200 with nothing cached; other parts are in ``rows``."""
-PROFILE_S, EXACT_S = 15.0, {"4B": 15.0, "8B": 20.0}
+PROFILE_S, EXACT_S = 15.0, {"4B": 15.0, "8B": 20.0, "8B-fp8": 20.0, "8B-fp8-channel": 20.0}
 """What these take at most."""
 
 
@@ -123,7 +125,7 @@ def ttft_ms(prompt_tokens: int) -> Callable[[Child, int], list[float]]:
 
 def rows(shape: str) -> list[Row]:
     """What is measured, the shortest first: a run that is cut off has most of it."""
-    slower = 1.3 if shape == "8B" else 1.0
+    slower = 1.0 if shape == "4B" else 1.3
     return [
         *(
             Row(
@@ -329,7 +331,7 @@ def compared(engine: Child, both: Said) -> dict[str, Any]:
 
 
 def profile(engine: Child, seed: int) -> dict[str, Any]:
-    """Our device time by kernel."""
+    """Our device time by kernel, beside what the same steps took."""
     asked = {
         "decode 1": (1, 161, 10),
         "decode 64": (64, 161, 10),
@@ -339,7 +341,7 @@ def profile(engine: Child, seed: int) -> dict[str, Any]:
     return {
         name: engine.ask(
             do="profile", seed=seed + number, prompt_tokens=[tokens] * batch, steps=steps
-        )["kernels"]
+        )
         for number, (name, (batch, tokens, steps)) in enumerate(asked.items())
     }
 
@@ -368,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm", help="a Python interpreter that has vLLM; without it nothing is compared"
     )
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["4B", "8B"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=230.0, help="of each shape")
     parser.add_argument(
@@ -384,8 +386,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(line), flush=True)
 
     found = {shape: measure(shape, asked, tell) for shape in asked.shapes}
-    missed = complaints(found)
-    tell({"shapes": found, "missed": missed})
+    for line in (beside := beside_bfloat16(found)):
+        tell(line)
+    missed = complaints(found) + below_floors(beside)
+    tell({"shapes": found, "fp8_beside_bfloat16": beside, "missed": missed})
     for words in missed:
         print(f"MISSED  {words}", file=sys.stderr)
     if missed:

@@ -30,6 +30,14 @@ SHAPES = {
         "intermediate_size": 12_288,
     },
 }
+SHAPES |= {"8B-fp8": SHAPES["8B"], "8B-fp8-channel": SHAPES["8B"]}
+QUANTIZED = {
+    "8B-fp8": "block",
+    "8B-fp8-channel": "channel",
+    "tiny-fp8": "block",
+    "tiny-fp8-channel": "channel",
+}
+"""Shapes whose weights are in fp8, and what of them shares a scale."""
 HEAD_DIM = 128
 SHAPES_TO_TRY = {
     "tiny": {
@@ -40,6 +48,7 @@ SHAPES_TO_TRY = {
         "intermediate_size": 256,
     }
 }
+SHAPES_TO_TRY |= dict.fromkeys(("tiny-fp8", "tiny-fp8-channel"), SHAPES_TO_TRY["tiny"])
 """For a machine without a GPU: everything but the speed."""
 KV_TOKENS = 98_304
 """Of either engine."""
@@ -48,17 +57,14 @@ TOP = 5
 
 
 def weights_bytes(shape: str) -> int:
-    """Of a shape in bfloat16, without norms and biases."""
+    """Of a shape, without norms, biases and scales."""
     sizes = SHAPES[shape]
     hidden, heads = (
         sizes["hidden_size"],
         HEAD_DIM * (2 * sizes["num_heads"] + 2 * sizes["num_kv_heads"]),
     )
-    return (
-        2
-        * hidden
-        * (2 * VOCAB_SIZE + sizes["num_layers"] * (heads + 3 * sizes["intermediate_size"]))
-    )
+    layers = sizes["num_layers"] * (heads + 3 * sizes["intermediate_size"])
+    return hidden * (4 * VOCAB_SIZE + (1 if shape in QUANTIZED else 2) * layers)
 
 
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]

@@ -55,7 +55,7 @@ class Bench:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             sources = {
                 name: (
-                    Dtype.BFLOAT16,
+                    Dtype(str(tensor.dtype).removeprefix("torch.")),
                     tuple(tensor.shape),
                     memoryview(tensor.view(-1).view(torch.uint8).numpy()),
                 )
@@ -131,7 +131,9 @@ class Bench:
         return {"tops": [[found[name] for name in each] for each in names]}
 
     def profile(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Device time by kernel, milliseconds a step, the largest first."""
+        """Device time by kernel, milliseconds a step, the largest first; of all kernels, and of the
+        same steps by the clock: a device that gets warm slows down from one call to the next.
+        """
         steps = ask["steps"]
         for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"]):
             self.add(prompt, steps + 12 if steps > 1 else 1)
@@ -139,9 +141,11 @@ class Bench:
             for _ in range(6):
                 self.engine.step()
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            began_s = time.perf_counter()
             for _ in range(steps):
                 self.engine.step()
             torch.cuda.synchronize()
+            step_ms = (time.perf_counter() - began_s) * 1e3 / steps
         self.finish()
         kernels = [
             (
@@ -151,7 +155,11 @@ class Bench:
             )
             for event in recorded.key_averages()
         ]
-        return {"kernels": sorted(kernels, key=lambda kernel: -kernel[1])[:14]}
+        return {
+            "step_ms": round(step_ms, 3),
+            "kernels_ms": round(sum(took_ms for _, took_ms, _ in kernels), 3),
+            "kernels": sorted(kernels, key=lambda kernel: -kernel[1])[:14],
+        }
 
     def memory(self, _: dict[str, Any]) -> dict[str, Any]:
         """What it holds of the device's memory, by its own books."""

@@ -1,5 +1,5 @@
-"""Writes a checkpoint with random bfloat16 weights of a shape of ``bench/engine_gpu.py``: arguments
-are the shape and a folder.
+"""Writes a checkpoint with random weights of a shape of ``bench/engine_gpu.py``, in bfloat16 or
+fp8: arguments are the shape and a folder.
 """
 
 import json
@@ -10,13 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_gpu_job import HEAD_DIM, MAX_CONTEXT_TOKENS, SHAPES, SHAPES_TO_TRY, VOCAB_SIZE
+from engine_gpu_job import (
+    HEAD_DIM,
+    MAX_CONTEXT_TOKENS,
+    QUANTIZED,
+    SHAPES,
+    SHAPES_TO_TRY,
+    VOCAB_SIZE,
+)
 from safetensors.torch import save_file
 
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.policy.model import Dtype, ModelSpec
+from pilotlight.policy.model import (
+    SCALE_BLOCK,
+    Dtype,
+    ModelSpec,
+    Quantization,
+    ScaleKind,
+)
 
 DEVIATION = 0.02
+FP8_MAX = 448.0
 
 
 def spec_of(shape: str) -> ModelSpec:
@@ -33,18 +47,30 @@ def spec_of(shape: str) -> ModelSpec:
         "tied_embeddings": False,
         "attention_bias": False,
     }
+    if shape in QUANTIZED:
+        scales = ScaleKind(QUANTIZED[shape])
+        common["quantization"] = Quantization(
+            scales=scales,
+            scale_dtype=Dtype.FLOAT32,
+            scale_suffix="weight_scale_inv" if scales is ScaleKind.BLOCK else "weight_scale",
+        )
     sizes: dict[str, Any] = (SHAPES | SHAPES_TO_TRY)[shape]
     bare = ModelSpec(**common, **sizes, part_bytes=(0,) * (sizes["num_layers"] + 2))
     decoder = decoder_of(bare)
     of_parts = (
-        sum(map(prod, decoder.shapes(part).values())) * 2 for part in range(bare.num_layers + 2)
+        sum(
+            prod(size) * decoder.stored_dtype_of(name).size_bytes
+            for name, size in decoder.stored_shapes(part).items()
+        )
+        for part in range(bare.num_layers + 2)
     )
     return replace(bare, part_bytes=tuple(of_parts))
 
 
 def config_of(spec: ModelSpec) -> dict[str, Any]:
     """As Hugging Face writes it."""
-    return {
+    quantized = spec.quantization
+    return ({} if quantized is None else {"quantization_config": _said(quantized)}) | {
         "architectures": [spec.architecture],
         "model_type": "qwen2",
         "hidden_act": "silu",
@@ -65,6 +91,42 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
+def _said(quantization: Quantization) -> dict[str, Any]:
+    """As publishers write it."""
+    if quantization.scales is ScaleKind.BLOCK:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+        }
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**eight, "dynamic": False, "strategy": "channel"},
+                "input_activations": {**eight, "dynamic": True, "strategy": "token"},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def _quantized(
+    weight: torch.Tensor, quantization: Quantization
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in fp8 and its scales."""
+    block = SCALE_BLOCK if quantization.scales is ScaleKind.BLOCK else None
+    rows, width = weight.shape
+    tiles = weight.float().view(-1, block or 1, width // (block or width), block or width)
+    scales = tiles.abs().amax(dim=(1, 3), keepdim=True) / FP8_MAX
+    values = (tiles / scales).view(rows, width).to(torch.float8_e4m3fn)
+    return values, scales[:, 0, :, 0].contiguous()
+
+
 def write(shape: str, folder: Path) -> None:
     """One file for each part, named by its number."""
     spec = spec_of(shape)
@@ -75,9 +137,14 @@ def write(shape: str, folder: Path) -> None:
     for part in range(spec.num_layers + 2):
         tensors: dict[str, torch.Tensor] = {}
         for name, size in decoder.shapes(part).items():
+            if spec.quantization is not None and spec.quantization.is_scale(name):
+                continue
             made = torch.ones(size, dtype=torch.bfloat16, device=device)
             if "norm" not in name:
                 made.normal_(0, DEVIATION, generator=generator)
+            if spec.quantization is not None and spec.quantization.covers(name):
+                made, scales = _quantized(made, spec.quantization)
+                tensors[decoder.prefix(part) + spec.quantization.scale_of(name)] = scales.cpu()
             tensors[decoder.prefix(part) + name] = made.cpu()
         save_file(tensors, folder / f"part-{part}.safetensors")
         files |= dict.fromkeys(tensors, f"part-{part}.safetensors")

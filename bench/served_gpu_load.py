@@ -92,10 +92,10 @@ def arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
 class Process:
     """One process of the client."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], program: Path = CLIENT) -> None:
         """Starts it and gives it its job."""
         self._process = subprocess.Popen(
-            [sys.executable, str(CLIENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -42,6 +42,7 @@ ALONE = (
     "test_gpu_arena.py",
     "test_gpu_arena_pools.py",
     "test_gpu_leaks.py",
+    "test_gpu_lending.py",
     "test_gpu_stream.py",
 )
 """They count the device's free memory, or time the bus: nothing may run beside them."""

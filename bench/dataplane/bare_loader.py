@@ -1,6 +1,8 @@
 """What a fetch needs of a loader, without its bus: for the benchmarks beside this file."""
 
 import asyncio
+import json
+import math
 import os
 import platform
 import resource
@@ -13,7 +15,9 @@ from pilotlight.checkpoint.checkpoint import read_checkpoint, read_chunk
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.checkpoint.manifest import Manifest, decode, encode
 from pilotlight.checkpoint.reader import FolderSource, Source
-from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.checkpoint.safetensors import SINGLE_FILE
+from pilotlight.checkpoint.strict_json import CONFIG_FILE
+from pilotlight.checkpoint.testing import frame_header, tiny_config, tiny_tensors
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.faults import Faults
 from pilotlight.common.model_roots import ModelRootsSettings
@@ -23,6 +27,7 @@ from pilotlight.common.sources.ranged import Patience
 from pilotlight.dataplane.bandwidth import SourceLimits
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.fetch_tools import FetchTools
+from pilotlight.dataplane.file_reads import native_reads
 from pilotlight.dataplane.lanes import LaneLimits, Lanes
 from pilotlight.dataplane.origin import Nearby
 from pilotlight.dataplane.pool import HostPool
@@ -30,7 +35,7 @@ from pilotlight.dataplane.readers import Readers
 from pilotlight.dataplane.source_origin import ModelSource, OpenSource, SourceOrigin
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest, ModelName
-from pilotlight.policy.model import Model, ScalingBounds, Slo
+from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo
 
 MIB = 1 << 20
 READS = 4
@@ -40,6 +45,8 @@ STALL_TIMEOUT_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 MANIFEST = "manifest.json"
 LAYER_BYTES = 32 * MIB
+NOISE_BYTES = 16 * MIB + 8
+"""Of one piece of a file of parameters."""
 HIDDEN_SIZES = {LAYER_BYTES: 1024, 4 * LAYER_BYTES: 2048}
 """Of a layer of so many bytes: four square projections, and three to or from four times as much."""
 
@@ -71,7 +78,10 @@ def floor(
 
 
 def make_model(folder: Path, mib: int, layer_bytes: int = LAYER_BYTES) -> None:
-    """A checkpoint whose layers are so large in all; embedding and head are small."""
+    """A checkpoint whose layers are so large in all; embedding and head are small.
+
+    Its file is written tensor by tensor: a model may be larger than half of the memory.
+    """
     hidden_size = HIDDEN_SIZES[layer_bytes]
     config = tiny_config(
         hidden_size=hidden_size,
@@ -81,8 +91,21 @@ def make_model(folder: Path, mib: int, layer_bytes: int = LAYER_BYTES) -> None:
         num_attention_heads=16,
         num_key_value_heads=16,
     )
-    for name, data in tiny_files(config).items():
-        (folder / name).write_bytes(data)
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    shapes = tiny_tensors(config)
+    header: dict[str, Any] = {}
+    total_bytes = 0
+    for name, shape in shapes.items():
+        stop = total_bytes + math.prod(shape) * Dtype.BFLOAT16.size_bytes
+        offsets = [total_bytes, stop]
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": offsets}
+        total_bytes = stop
+    noise = os.urandom(NOISE_BYTES)
+    with (folder / SINGLE_FILE).open("wb") as file:
+        file.write(frame_header(json.dumps(header).encode()))
+        for at in range(0, total_bytes, len(noise)):
+            # No two pieces are the same.
+            file.write((at.to_bytes(8, "little") + noise[8:])[: total_bytes - at])
 
 
 def record_manifest(folder: Path, source: Source | None = None) -> int:
@@ -156,6 +179,8 @@ def fetch_tools(
     nearby: tuple[Nearby, ...] = (),
     reads: int = READS,
     threads: int = THREADS,
+    native: bool = True,
+    local: int | None = None,
 ) -> FetchTools:
     """What every fetch of a loader works with."""
     clock = SystemClock()
@@ -164,11 +189,16 @@ def fetch_tools(
         readers=Readers(threads, STALL_TIMEOUT_S),
         manifests=Bare(manifest),
         open_source=open_source,
-        lanes=Lanes(LaneLimits(least=reads, most=threads), SourceLimits(None, clock), clock),
+        lanes=Lanes(
+            LaneLimits(least=reads, most=threads, local=local or len(os.sched_getaffinity(0))),
+            SourceLimits(None, clock),
+            clock,
+        ),
         distrusted=Distrusted(clock),
         faults=Faults.parse(""),
         clock=clock,
         phases=PhaseRecorder(clock, "bench"),
+        native=native_reads() if native else None,
         nearby=nearby,
     )
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from parsed_sources import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -61,7 +62,7 @@ def names_in(file: Path) -> frozenset[str]:
                 case _:
                     pass
 
-    collect(ast.parse(file.read_text()).body, "")
+    collect(tree_of(file.read_text()).body, "")
     return frozenset(found)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_sources import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MANY = 4
@@ -45,7 +46,7 @@ def untold(source: str) -> list[str]:
     them under ``Args``.
     """
     found: list[str] = []
-    for name, node in functions_in(ast.parse(source).body):
+    for name, node in functions_in(tree_of(source).body):
         docstring, parameters = ast.get_docstring(node) or "", parameters_of(node)
         if len(parameters) < MANY or not docstring or docstring.startswith(("As ``", "See ``")):
             continue

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from parsed_sources import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(
@@ -24,9 +25,11 @@ CODE = frozenset({".py", ".sh", ".js", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h"}
 
 CIRCLES: dict[tuple[str, tuple[str, ...]], str] = {}
 """Circles that are there, by folder and entries, and why. One that is gone leaves this list."""
+PUBLISHED = "libs/native/src/pilotlight/native/blake3/"
+"""Another project's files, unchanged."""
 LONG_FILES = ("tools/local_images.sh",)
-"""Files over ``MAX_LINES``. The list only shrinks: a file that is short enough leaves it, and none
-joins it."""
+"""Our files over ``MAX_LINES``. The list only shrinks: a file that is short enough leaves it, and
+none joins it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,7 +61,7 @@ def imports_of(package: Path) -> Iterator[Import]:
     """Every import of one of the package's modules by another."""
     modules = modules_of(package)
     for importer, file in modules.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file.read_text())):
             if isinstance(node, ast.ImportFrom):
                 base = _base(node, importer, is_folder=file.name == "__init__.py")
                 wanted = [
@@ -231,7 +234,7 @@ def test_no_file_is_too_long() -> None:
     files = [
         name
         for name in listed.decode().split("\0")
-        if Path(name).suffix in CODE and (ROOT / name).is_file()
+        if Path(name).suffix in CODE and (ROOT / name).is_file() and not name.startswith(PUBLISHED)
     ]
     long = {
         name: lines

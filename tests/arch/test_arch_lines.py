@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_sources import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_COLUMNS = 100
@@ -34,7 +35,7 @@ def prose_of(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not PRAGMA.search(token.string):
             yield token.start[0], token.string
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
             continue
         if isinstance(node.value.value, str):

@@ -26,7 +26,7 @@ from standin_s3 import StandinS3, running_s3
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import ensure_events
+from pilotlight.common.nats_streams import ensure_events
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.testing import EVENTS_BYTES
 

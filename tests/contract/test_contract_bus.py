@@ -3,8 +3,10 @@
 import asyncio
 
 import msgspec
+import nats.errors
 import pytest
 from bus_messages import Answer, Ask, Number, echo
+from nats.aio.msg import Msg
 
 from pilotlight.common import nats_answers, nats_bus
 from pilotlight.common.buckets import jetstream
@@ -25,7 +27,7 @@ from pilotlight.common.messages.codec import MAX_PAYLOAD_BYTES
 from pilotlight.common.messages.events import Event
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import events_stream
+from pilotlight.common.nats_streams import events_stream
 from pilotlight.common.settings import BusSettings, ServiceSettings
 from pilotlight.common.telemetry import current_traceparent, span, start_telemetry, stop_telemetry
 from pilotlight.common.testing import ConnectBus
@@ -41,6 +43,49 @@ async def test_a_request_is_answered(bus: NatsBus, connect_bus: ConnectBus) -> N
     assert await bus.request("v1.echo", Ask(text="hé"), Answer, deadline_s=DEADLINE_S) == Answer(
         text="hé"
     )
+
+
+async def test_each_request_gets_its_own_answer_in_whatever_order_they_come(bus: NatsBus) -> None:
+    texts = [str(number) for number in range(64)]
+    waiting: dict[str, asyncio.Event] = {}
+    all_here = asyncio.Event()
+
+    async def in_turn(ask: Ask) -> Answer:
+        turn = waiting[ask.text] = asyncio.Event()
+        if len(waiting) == len(texts):
+            all_here.set()
+        await turn.wait()
+        return Answer(text=ask.text)
+
+    await bus.serve("v1.in_turn", Ask, in_turn)
+    asking = [
+        asyncio.create_task(
+            bus.request("v1.in_turn", Ask(text=text), Answer, deadline_s=DEADLINE_S)
+        )
+        for text in texts
+    ]
+    await all_here.wait()
+    for text in reversed(texts):
+        waiting[text].set()
+    assert [answer.text for answer in await asyncio.gather(*asking)] == texts
+
+
+async def test_an_answer_that_comes_too_late_is_no_other_requests(bus: NatsBus) -> None:
+    may_answer, answered = asyncio.Event(), asyncio.Event()
+
+    async def slow(message: Msg) -> None:
+        await may_answer.wait()
+        await bus.client.publish(message.reply, b'{"text":"late"}')
+        answered.set()
+
+    await bus.client.subscribe("v1.slow", cb=slow)
+    await bus.serve("v1.echo", Ask, echo)
+    with pytest.raises(nats.errors.TimeoutError):
+        await bus.client.request("v1.slow", b"{}", timeout=0.05)
+    may_answer.set()
+    await answered.wait()
+    told = await bus.request("v1.echo", Ask(text="mine"), Answer, deadline_s=DEADLINE_S)
+    assert told.text == "mine"
 
 
 async def test_nobody_answers(bus: NatsBus) -> None:

@@ -27,7 +27,7 @@ from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, Intern
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import events_stream
+from pilotlight.common.nats_streams import events_stream
 from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSettings
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.common.waiting import cancel_all, within

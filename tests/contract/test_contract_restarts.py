@@ -17,7 +17,8 @@ from pilotlight.common import nats_bus
 from pilotlight.common.buckets import jetstream
 from pilotlight.common.errors import BusUnavailable
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import StreamSettings, ensure_streams, events_stream, server_config
+from pilotlight.common.nats_streams import events_stream
+from pilotlight.common.natsconf import StreamSettings, ensure_streams, server_config
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.testing import until
 

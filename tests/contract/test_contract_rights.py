@@ -13,7 +13,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pilotlight.cli.embedded import NatsServer
-from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.buckets import HEALTH, INSTANCES
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.demand import WARM_SUBJECT
@@ -226,13 +226,16 @@ async def test_services_can_do_their_work(guarded: BusSettings) -> None:
             async def on_change(
                 key: str, value: Note | None, place: tuple[str, str] = (user, name)
             ) -> None:
-                if key == "ready":
+                # Others have written into the bucket of health before.
+                of_health = place[1] == HEALTH and value == Note(text=HEALTH)
+                if key == "ready" or (of_health and key == place[0]):
                     changes.put_nowait((*place, value))
 
             bucket = await buses[user].bucket(name)
             watching.append(asyncio.create_task(bucket.watch(Note, on_change)))
         for name in rights.write:
             await (await buses[user].bucket(name)).put("ready", Note(text=name))
+        await (await buses[user].bucket(HEALTH)).put(user, Note(text=HEALTH))
         event = Event(
             event_id=f"ev-{user}", kind="started", entity=user, at="2026-01-01T00:00:00+00:00"
         )

@@ -3,6 +3,7 @@ commands that read them say so.
 """
 
 import copy
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ class Contract:
         self._check(method, path, response, str(response.status_code))
         self.left.discard((method.lower(), path))
         return response.json() if response.content else None
+
+    def streams(self, path: str, query: Any) -> None:
+        """The first event is as the document says."""
+        with self._http.stream("GET", path, params=query) as response:
+            data = next(line[6:] for line in response.iter_lines() if line.startswith("data: "))
+        schema = self._paths[path]["get"]["responses"]["200"]["content"]["text/event-stream"]
+        jsonschema.validate(json.loads(data), {**schema["schema"], "components": self._components})
+        self.left.discard(("get", path))
 
     def is_refused(
         self, status: int, method: str, path: str, *, body: Any = None, **names: str
@@ -122,8 +131,20 @@ def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
         contract.asks("GET", "/instances", query={"limit": 1})
         contract.asks("GET", "/transfers")
         assert contract.asks("GET", "/audit", query={"limit": 2})["next_before"]
-        eventually(lambda: http.get(f"/traces/{trace_id}").status_code == 200)
+        # The span that names the request ends last: then the trace is whole.
+        request = {"request_id": asked.headers["x-request-id"]}
+        eventually(lambda: http.get("/traces", params=request).status_code == 200)
         contract.asks("GET", "/traces/{trace_id}", trace_id=trace_id)
+        assert contract.asks("GET", "/traces", query=request)["trace_id"] == trace_id
+        (start, *_) = contract.asks("GET", "/cold-starts", query={"model": NAME})["cold_starts"]
+        contract.asks("GET", "/cold-starts/{instance_id}", instance_id=start["instance_id"])
+        contract.asks("GET", "/decisions/{decision_id}", decision_id=start["decision_id"])
+        minutes = eventually(
+            lambda: contract.asks("GET", "/activity", query={"model": NAME})["minutes"]
+        )
+        assert sum(minute["requests"] for minute in minutes) == 1
+        contract.asks("GET", "/evictions")
+        contract.streams("/stream", {"topic": ["models", "nodes"]})
 
         (node,) = contract.asks("GET", "/nodes")["nodes"]
         contract.asks("POST", "/nodes/{node_id}/drain", node_id=node["node_id"])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import ManualClock
+from pilotlight.dataplane.chunk_fill import ChunkFill
 from pilotlight.dataplane.disk_tier import DiskEvent, DiskOrigin, DiskTier
-from pilotlight.dataplane.origin import ChunkFill
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.policy.ids import Digest
 

@@ -13,7 +13,7 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.waiting import pause
 from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom
-from pilotlight.gateway.edge.http import ClientGone
+from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.exchange import Choice, Exchange
@@ -172,7 +172,7 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     choice = Choice(0, parts, request, Answer(text, ask.stops, logprobs=ask.sampling.logprobs))
     shapes = CompletionShapes(ask.request_id, ask.model, 0, options)
     client = _Client(ask.leaves_after if ask.kind is Kind.LEAVES else None)
-    scope: dict[str, Any] = {"type": "http"}
+    scope: dict[str, Any] = {"type": "http", "headers": []}
     BodyRoom(BodyBudget(total_bytes=0, pause_s=0.0)).put_into(scope)
     try:
         await Exchange(parts, [choice], options, KEY).response(shapes)(

@@ -32,7 +32,7 @@ from pilotlight.common.ids import new_incarnation, worker_id_of
 from pilotlight.common.messages.reports import WORKER_REPORTS, WorkerReport
 from pilotlight.common.messages.tokens import Resend, Submit, resend_subject, submit_subject
 from pilotlight.common.nats_bus import NatsBus
-from pilotlight.common.natsconf import ensure_events
+from pilotlight.common.nats_streams import ensure_events
 from pilotlight.common.service import Application, Background, Context
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.testing import EVENTS_BYTES, until
@@ -156,6 +156,7 @@ class FaultySystem:
             measures = Measures(context.metrics, self.serving.queue, self.serving.relay)
             self.exchanges = ExchangeParts(
                 requests=self.serving.requests,
+                starts=self.serving.starts,
                 usage=self.usage,
                 measures=measures,
                 clock=context.clock,
@@ -353,7 +354,7 @@ class FaultySystem:
                 "routes to engines": len(engine._routes),
                 "stages in the engine": len(engine.main._stages),
                 "requests in the engine": len(engine.main._requests),
-                "tokens to send": len(worker._delivery._publisher._pending),
+                "tokens to send": len(worker._delivery._publisher._unsent),
             }
             found += [
                 f"{count} {what} in {worker.core.worker_id}"

@@ -14,7 +14,7 @@ from pilotlight.checkpoint.manifest import Chunk, Manifest
 from pilotlight.checkpoint.reader import FolderSource
 from pilotlight.common.messages.hold import Peer
 from pilotlight.common.testing import until
-from pilotlight.dataplane.origin import ChunkWork
+from pilotlight.dataplane.chunk_fill import ChunkWork
 from pilotlight.dataplane.source_origin import SourceOrigin
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import InstanceId

@@ -130,8 +130,7 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
         return seen, choose_scheme(model, seen, rules.scheme, excluded)
 
     tries = Tries(facts, memory, rules, waited_for, choose)
-    for turn in turns.turns:
-        tries.begin(starts[turn.model], turn.left, draft, demand, wanted)
+    tries.take(turns.turns, scaled.starts, draft, demand, wanted)
     tell, repeat, told_nodes, told_workers = _tell(draft.books, facts, memory, rules)
     return Plan(
         books=used,

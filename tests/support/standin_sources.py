@@ -44,6 +44,9 @@ class Asked:
 class Standin:
     """A server with a log and faults."""
 
+    host = "127.0.0.1"
+    """Where it listens."""
+
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.faults: list[Fault] = []
@@ -59,7 +62,7 @@ class Standin:
         class Handler(StandinRequest):
             server_of = standin
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.host, 0), Handler)
         self._server.daemon_threads = False
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}

@@ -132,6 +132,50 @@ def test_a_model_is_added_warmed_and_removed(
     assert out() == {"deleted": "org/tiny"}
 
 
+def test_a_model_is_pinned_unpinned_and_evicted(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
+    gateway.answer("PATCH /models/org/tiny", {"name": "org/tiny"})
+    assert run(["model", "pin", "org/tiny"]) == 0
+    assert json.loads(gateway.seen[-1][2]) == {"pinned": True}
+    assert run(["model", "unpin", "org/tiny"]) == 0
+    assert json.loads(gateway.seen[-1][2]) == {"pinned": False}
+    assert "is pinned" in capsys.readouterr().out
+    gateway.answer("POST /models/org/tiny/evict", {"instance_ids": ["i"]}, 202)
+    assert run(["model", "evict", "org/tiny", "--json"]) == 0
+    assert out() == {"instance_ids": ["i"]}
+
+
+EVICTION = {
+    "at": "2026-11-22T20:00:00.5+00:00",
+    "kind": "instance",
+    "node_id": "n0",
+    "reason": "iam: unused for 3.0 s",
+    "inputs": {
+        "for_model": "other",
+        "loss": 0.25,
+        "size_bytes": 1 << 20,
+        "spared": [{"model": "third", "loss": 0.5, "size_bytes": 2 << 20}],
+    },
+}
+
+
+def test_why_a_model_was_evicted(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
+    page = {"evictions": [EVICTION], "next_before": None}
+    gateway.answer("GET /evictions", page)
+    assert run(["why-evicted", "org/tiny"]) == 0
+    said = capsys.readouterr().out
+    for part in ("from a device of n0 for other", "iam: unused", "third (loss 0.5, 2.0 MiB)"):
+        assert part in said
+    assert run(["why-evicted", "org/tiny", "--json"]) == 0
+    assert out() == page
+    gateway.answer("GET /evictions", {"evictions": [], "next_before": None})
+    assert run(["why-evicted", "org/tiny"]) == 0
+    assert "was not evicted" in capsys.readouterr().out
+
+
 def verification(status: str, **changes: Any) -> dict[str, Any]:
     """One as the gateway tells it."""
     started = {

@@ -28,7 +28,15 @@ ERRORS = {
     for module in ("base", "caller", "capacity", "codes", "machine", "transient")
 }
 COMMANDS = {
-    f"pilotlight.cli.{module}" for module in ("main", "model_commands", "node_commands", "options")
+    f"pilotlight.cli.{module}"
+    for module in (
+        "decision_commands",
+        "main",
+        "model_commands",
+        "node_commands",
+        "options",
+        "simulate_commands",
+    )
 }
 OWN = {"pilotlight.cli", "pilotlight.common", "pilotlight.common.errors", *COMMANDS, *ERRORS}
 

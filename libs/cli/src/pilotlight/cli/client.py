@@ -77,6 +77,10 @@ class AdminClient:
         """POST and return the decoded body."""
         return self._call("POST", path, json=dict(body or {}))
 
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        """PATCH and return the decoded body."""
+        return self._call("PATCH", path, json=dict(body))
+
     def delete(self, path: str) -> Any:
         """DELETE and return the decoded body, if there is one."""
         return self._call("DELETE", path)

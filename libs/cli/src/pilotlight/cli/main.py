@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
-from pilotlight.cli.model_commands import model_app
+from pilotlight.cli.decision_commands import replay, show_decision, why
+from pilotlight.cli.model_commands import model_app, why_evicted
 from pilotlight.cli.node_commands import node_app
 from pilotlight.cli.options import Host, Json, Port, admin_client, home_folder, host_of, port_of
+from pilotlight.cli.simulate_commands import simulate_app
 from pilotlight.common.errors import BadRequest, PilotlightError
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ app = App(
 )
 app.command(model_app)
 app.command(node_app)
+app.command(simulate_app)
+app.command(show_decision, name="decision")
+app.command(why)
+app.command(replay)
+app.command(why_evicted)
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""

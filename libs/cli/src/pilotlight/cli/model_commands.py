@@ -1,4 +1,4 @@
-"""``pilotlight model``: register, list, warm and delete models."""
+"""``pilotlight model``: register, list, warm, evict, pin and delete models; why one was evicted."""
 
 import os
 from typing import Annotated
@@ -7,7 +7,7 @@ from cyclopts import App, Parameter
 
 from pilotlight.cli.options import Json, Name, admin_client
 
-model_app = App(name="model", help="Register, list, warm and delete models.")
+model_app = App(name="model", help="Register, list, warm, evict, pin and delete models.")
 
 VERIFY_TIMEOUT_S = 24 * 3600.0
 
@@ -93,6 +93,47 @@ def model_warm(name: Name, /, *, json: Json = False) -> int:
 
     with admin_client() as client:
         return models.warm(client, name, as_json=json)
+
+
+@model_app.command(name="evict")
+def model_evict(name: Name, /, *, json: Json = False) -> int:
+    """Have a model leave every device; its copies in host pools stay."""
+    from pilotlight.cli import models
+
+    with admin_client() as client:
+        return models.evict(client, name, as_json=json)
+
+
+@model_app.command(name="pin")
+def model_pin(name: Name, /, *, json: Json = False) -> int:
+    """Never evict a model for another one."""
+    from pilotlight.cli import models
+
+    with admin_client() as client:
+        return models.pin(client, name, pinned=True, as_json=json)
+
+
+@model_app.command(name="unpin")
+def model_unpin(name: Name, /, *, json: Json = False) -> int:
+    """Let a model be evicted for others again."""
+    from pilotlight.cli import models
+
+    with admin_client() as client:
+        return models.pin(client, name, pinned=False, as_json=json)
+
+
+def why_evicted(
+    name: Name,
+    /,
+    *,
+    limit: Annotated[int, Parameter(help="Evictions at most, the newest.")] = 5,
+    json: Json = False,
+) -> int:
+    """Show when a model was evicted, for whom, and why it and no other."""
+    from pilotlight.cli import evictions
+
+    with admin_client() as client:
+        return evictions.why(client, name, limit, as_json=json)
 
 
 @model_app.command(name="verify")

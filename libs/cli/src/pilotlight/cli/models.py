@@ -109,6 +109,29 @@ def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
     return 0
 
 
+def evict(client: AdminClient, name: str, *, as_json: bool) -> int:
+    """Release every instance."""
+    reply = client.post(f"/models/{quote(name)}/evict")
+    count = len(reply["instance_ids"])
+    emit_json(reply) if as_json else console.print(f"{name}: {count} instances are released")
+    return 0
+
+
+def pin(client: AdminClient, name: str, *, pinned: bool, as_json: bool) -> int:
+    """Pin, or unpin.
+
+    Args:
+        client: Asks the gateway.
+        name: The model's.
+        pinned: Whether it is pinned from now on.
+        as_json: Print JSON in place of text.
+    """
+    model = client.patch(f"/models/{quote(name)}", {"pinned": pinned})
+    told = "pinned" if pinned else "not pinned any more"
+    emit_json(model) if as_json else console.print(f"{name} is {told}")
+    return 0
+
+
 def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -> int:
     """Have all of a model read and compared, and wait for it; 1 when something differs.
 

@@ -112,6 +112,8 @@ def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints)
         own["PILOTLIGHT_SHARE_PORT"] = str(options.gateways > 1).lower()
         own["PILOTLIGHT_ADMIN_KEY_FILE"] = str(home.admin_key)
         own["PILOTLIGHT_API_KEY_FILE"] = str(home.api_key)
+    if service == "scheduler":
+        own["PILOTLIGHT_DECISION_LOG_DIR"] = str(home.state / "decisions")
     if service == "loader":
         if options.workers is not None:
             own["PILOTLIGHT_WORKERS"] = str(options.workers)

@@ -97,6 +97,7 @@ def _say_what_to_try(
         f"  {command} model list",
         f"  {command} model add NAME {_short(home.models)}/FOLDER",
         f"  {command} logs -f gateway",
+        f"Dashboard: {options.url}/ui/   (sign in with the key in {_short(home.admin_key)})",
         f"Admin API: {options.url}/admin/v1/docs   (key in {_short(home.admin_key)})",
         "",
     ]

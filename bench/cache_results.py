@@ -1,0 +1,138 @@
+"""bench/results/cache.json of the lines of ``cache.py``: ``cache_results.py LINES COMMIT LOAD``.
+
+LINES is what one run has printed, or several together; COMMIT the commit that they ran at; LOAD
+what else the machine did: simulated figures do not depend on it, those of an access do. Of each
+seed only the seconds of loads for each request are kept; all else is a mean over seeds.
+"""
+
+import datetime
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from cold_start import machine
+
+from pilotlight.sim.cache.scenarios import REPORTED_ON
+
+ROOT = Path(__file__).resolve().parents[1]
+Line = dict[str, Any]
+KEPT = ("hit_ratio", "p99_load_s", "reloads", "throughput_per_s", "load_s_quantiles")
+"""Of each policy, with four digits; of the two other sets of sizes, their means alone are kept."""
+CLOSED = ("closes_of_true_rates", "closes_of_bound")
+
+
+def measurements(lines: Iterable[Line], named: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One for each workload and size of the cache, with all its policies.
+
+    Args:
+        lines: As ``cache.py`` has printed them.
+        named: What all of them have in common: machine, commit and the like.
+    """
+    cells: defaultdict[tuple[object, ...], list[Line]] = defaultdict(list)
+    for line in lines:
+        keys = ("part", "scenario", "sizes", "pairing", "drift_s", "share")
+        cells[tuple(line.get(key) for key in keys)].append(line)
+    return [{**named, **_command(cell), **_measured(cell)} for cell in cells.values()]
+
+
+def _command(cell: list[Line]) -> dict[str, str]:
+    of_each = cell[0].get("of_each_seed")
+    samples = of_each["load_s_per_request"] if isinstance(of_each, dict) else of_each
+    seeds = "" if samples is None or len(samples) == len(REPORTED_ON) else f" SEEDS={len(samples)}"
+    return {"command": f"make bench-cache PARTS={cell[0]['part']}{seeds}"}
+
+
+def _measured(cell: list[Line]) -> dict[str, Any]:
+    first = cell[0]
+    if first["part"] == "access":
+        return {
+            "what": f"an access with {first['models']:.0f} models, processor time",
+            "unit": "µs",
+            "samples": {one["policy"]: [_short(one["with_room_us"])] for one in cell},
+            "told_of_alone": {one["policy"]: _short(one["on_access_us"]) for one in cell},
+        }
+    if first["part"] == "tiers":
+        return {
+            "what": f"{first['scenario']}, device of {first['device_share']:.0%}, "
+            f"host of {first['share']:.0%}",
+            "unit": "seconds of reloads for each request",
+            "samples": {one["policy"]: one["of_each_seed"] for one in cell},
+            "hit_ratios": {
+                one["policy"]: [_short(one["device_hit_ratio"]), _short(one["host_hit_ratio"])]
+                for one in cell
+            },
+        }
+    of = "reload_s_per_request" if first["part"] == "modern" else "load_s_per_request"
+    kept = KEPT if first.get("sizes", "large") == "large" else ()
+    policies = {
+        one["policy"]: {
+            "mean": _short(one[of]),
+            **{name: _shortened(one[name]) for name in kept},
+            **{name: _shortened(one[name]) for name in (*CLOSED, "over_optimum") if name in one},
+        }
+        for one in cell
+    }
+    share = f"cache of {first['share']:.0%}"
+    if first["part"] == "modern":
+        return {
+            "what": f"{first['scenario']}, {share}",
+            "unit": "seconds of reloads for each request",
+            "bound": _shortened(first["bound_reload_s"]),
+            "samples": {one["policy"]: one["of_each_seed"][of] for one in cell},
+            "policies": policies,
+        }
+    drift = "" if first["drift_s"] is None else f", drift each {first['drift_s']:.0f} s"
+    series = "periods of drift: " if first["part"] == "drift" else ""
+    return {
+        "what": f"{series}seven models, {first['sizes']}, {first['pairing']}{drift}, {share}",
+        "unit": "seconds of loads for each request",
+        "optimum": _short(first["optimum_load_s"]),
+        "samples": {one["policy"]: one["of_each_seed"][of] for one in cell},
+        "policies": policies,
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _shortened(one) for name, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    return _short(value) if isinstance(value, int | float) else value
+
+
+def main() -> None:
+    """Read, and write the file."""
+    file, commit, load = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    told = machine()
+    commit_date = subprocess.run(
+        ["git", "show", "-s", "--format=%cs", commit],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    named = {
+        "machine": f"{told['cores']} cores of {told['cpu']}, Python {told['python']}",
+        "load": load,
+        "commit": commit,
+        "commit_date": commit_date,
+        "date": datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.UTC)
+        .date()
+        .isoformat(),
+    }
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {"benchmark": "cache", "measurements": measurements(lines, named)}
+    text = json.dumps(found, separators=(",", ":")).replace('{"command"', '\n{"command"')
+    (ROOT / "bench/results/cache.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

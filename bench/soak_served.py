@@ -1,0 +1,165 @@
+"""The whole system at 80 % of what it can, for long: ``make soak-served``.
+
+DURATION_S= for how long (30 minutes), SHARE= for another load; SHAPE= and WEIGHTS= for a model's
+shape on this machine's GPU in place of the simulated engine.
+
+It measures what the system can do with streams of 32 tokens, all it is asked for, for a while.
+Then requests arrive at a share of that rate, whether or not others were answered, for
+``--duration-s``, in windows. Wrong is: any error; a process whose memory in the last fifth of the
+time is more than in the second, times 1.05, and 16 MiB; a p99, of first bytes or whole answers,
+that is in the last fifth half as much again as in the second, and 10 ms more; arrivals that pile
+up. Prints one JSON document, ends with 1 if anything is wrong.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import gateway_servers as servers
+import served_gpu_cpu as cpu
+from gateway import asking, body, commit, say
+from served_gpu_models import prepare
+from soak_memory import GROWTH_BYTES, GROWTH_RATIO, MIB
+
+WINDOWS = 40
+AT_ONCE = 64
+SATURATE_S = 20.0
+WARM_S = 10.0
+SLOWER_RATIO, SLOWER_MS = 1.5, 10.0
+KEPT_UP = 0.95
+"""Of the arrivals that are due must have been answered in the end."""
+FIRST_ANSWER_S = 180.0
+
+Window = dict[str, Any]
+
+
+def resident_bytes(root_pid: int) -> dict[str, int]:
+    """By role, all processes beneath one."""
+    found: Counter[str] = Counter()
+    for pid, (role, _) in cpu.read(root_pid).processes.items():
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue  # It has just ended.
+        found[role] += pages * os.sysconf("SC_PAGE_SIZE")
+    return dict(found)
+
+
+def saturation_per_s(server: servers.Server) -> float:
+    """Streams a second when it is given all that it takes."""
+    job = {"concurrency": AT_ONCE, "warm_s": WARM_S, "duration_s": SATURATE_S}
+    with asking(server, body(stream=True), **job) as client:
+        found = client.figures()
+    say(f"saturation: {found['per_s']} streams/s, {found['errors']} errors")
+    if found["errors"]:
+        raise SystemExit(f"wrong answers at saturation: {found['first_errors']}")
+    return found["per_s"]
+
+
+def held(server: servers.Server, rate_per_s: float, duration_s: float) -> list[Window]:
+    """The windows of a load that comes at this rate."""
+    found: list[Window] = []
+    job = {
+        "concurrency": 8,
+        "warm_s": WARM_S,
+        "duration_s": duration_s,
+        "rate_per_s": rate_per_s,
+        "windows": WINDOWS,
+    }
+    with asking(server, body(stream=True), **job) as client:
+        for number in range(WINDOWS):
+            window = client.figures()
+            window["rss_bytes"] = resident_bytes(server.pid)
+            found.append(window)
+            sizes = {role: size // MIB for role, size in window["rss_bytes"].items()}
+            say(
+                f"window {number + 1} of {WINDOWS}: {window['per_s']}/s, {window['errors']} errors, "
+                f"p50 {window['latency_ms_p50']} ms, p99 {window['latency_ms_p99']} ms, MiB {sizes}"
+            )
+    return found
+
+
+def fifth(
+    windows: Sequence[Window], number: int, value_of: Callable[[Window], float | None]
+) -> float:
+    """A median over the windows of a fifth of the time, of five from 0."""
+    part = windows[number * len(windows) // 5 : (number + 1) * len(windows) // 5]
+    return statistics.median(value for window in part if (value := value_of(window)) is not None)
+
+
+def verdicts(windows: Sequence[Window], rate_per_s: float) -> list[str]:
+    """What the system did not keep to; empty: nothing."""
+    wrong: list[str] = []
+    errors = sum(window["errors"] for window in windows)
+    if errors:
+        told = next(window["first_errors"] for window in windows if window["errors"])
+        wrong.append(f"{errors} wrong answers: {told}")
+    answered = sum(window["requests"] for window in windows)
+    due = rate_per_s * sum(window["seconds"] for window in windows)
+    if answered < KEPT_UP * due:
+        wrong.append(f"{answered} answers of {due:.0f} that were due")
+    lasting = set.intersection(*(set(window["rss_bytes"]) for window in windows))
+    for role in sorted(lasting):
+        second, last = (
+            fifth(windows, number, lambda window, role=role: window["rss_bytes"][role])
+            for number in (1, 4)
+        )
+        if last > second * GROWTH_RATIO + GROWTH_BYTES:
+            wrong.append(f"{role} grew from {second / MIB:.1f} to {last / MIB:.1f} MiB")
+    for name in ("latency_ms_p99", "first_ms_p99"):
+        second, last = (
+            fifth(windows, number, lambda window, name=name: window[name]) for number in (1, 4)
+        )
+        if last > second * SLOWER_RATIO and last > second + SLOWER_MS:
+            wrong.append(f"{name} grew from {second:.1f} to {last:.1f}")
+    return wrong
+
+
+def main() -> int:
+    """Measure, judge and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--duration-s", type=float, default=1800.0)
+    parser.add_argument("--share", type=float, default=0.8, help="of what it can")
+    parser.add_argument("--shape", help="of a model on the GPU; none: the simulated engine")
+    parser.add_argument("--weights", type=Path, help="folder for the weights of a shape")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pilotlight-soak-") as folder:
+        # PostgreSQL runs as another user when we are root, and passes through.
+        Path(folder).chmod(0o711)
+        model, kind, variables = servers.DEMO, "sim", {}
+        if asked.shape:
+            model, kind = (asked.weights or Path(folder)).absolute() / asked.shape, "cuda"
+            prepare(asked.shape, model)
+            size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+            variables = {"PILOTLIGHT_POOL_BYTES": str(int(1.3 * size) + (2 << 30))}
+        with servers.ours(Path(folder) / "run", model=model, kind=kind, variables=variables) as up:
+            servers.await_chat(up, FIRST_ANSWER_S)
+            rate_per_s = asked.share * saturation_per_s(up)
+            windows = held(up, rate_per_s, asked.duration_s)
+    document = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "machine": f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}",
+        "engine": asked.shape or "simulated",
+        "rate_per_s": round(rate_per_s, 2),
+        "share": asked.share,
+        "wrong": verdicts(windows, rate_per_s),
+        "windows": windows,
+    }
+    print(json.dumps(document, indent=2))
+    return 1 if document["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the decision of a start predicts, and what the client of it measures."""
+
+import asyncio
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster, Site, running, shuffled
+from netns import Host
+
+MIB = 2**20
+LAYERS = (2, 4, 6, 9, 12, 16)
+"""Of the models: 21 to 138 MB."""
+ROUNDS = (2, 4)
+"""Starts at once, in turn: a round of each has every model once."""
+LEARNED_S = 13.0
+"""After its first token, so that the scheduler has learned from a start: it waits for late reports.
+"""
+SLO = {"ttft_ms": 30_000.0, "tpot_ms": 1_000.0}
+PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start."""
+
+    model: str
+    bytes: int
+    at_once: int
+    tier: str
+    """``store``: nothing of the model was on any node; ``pools``: some node had it."""
+    predicted_s: float
+    measured_s: float
+    counts: bool
+    """A model's first start teaches how fast it computes, and where it was fetched from."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return abs(self.predicted_s - self.measured_s) / self.measured_s
+
+
+async def validate_starts(
+    folder: Path, hosts: Sequence[Host], rates: Sequence[str], count: int, log: Path
+) -> dict[str, Any]:
+    """Start models again and again, each time with parameters that no node has seen.
+
+    Args:
+        folder: For the system's files.
+        hosts: Namespaces of control, the store and the nodes.
+        rates: Of the nodes' links.
+        count: Starts from the store that count.
+        log: Of the store.
+    """
+    site = Site(
+        control=hosts[0],
+        store=hosts[1],
+        nodes=hosts[2:],
+        rates=rates,
+        workers=1,
+        worker_kind="cpu",
+        environment={
+            "PILOTLIGHT_START_POLICY": "pilotlight",
+            "PILOTLIGHT_POOL_BYTES": str(1024 * MIB),
+            "PILOTLIGHT_DEVICE_BYTES": str(768 * MIB),
+            "PILOTLIGHT_THREADS": "1",
+            "PILOTLIGHT_SPARE_ENGINE": "false",
+            "PILOTLIGHT_STALL_TIMEOUT_S": "60",
+        },
+    )
+    found: list[Start] = []
+    names = [f"layers-{layers}" for layers in LAYERS]
+    async with running(folder, site, log) as cluster:
+        turn = 0
+        while turn * len(LAYERS) < count + len(LAYERS):
+            order = shuffled(names, turn)
+            for at_once in ROUNDS:
+                round_, order = order[:at_once], order[at_once:]
+                sizes = [
+                    await cluster.register(name, LAYERS[names.index(name)], SLO) for name in round_
+                ]
+                found += await _started(cluster, round_, sizes, "store", learns=turn == 0)
+                if at_once == 2 and turn:
+                    for name in round_:
+                        await cluster.evict(name)
+                    found += await _started(cluster, round_, sizes, "pools", learns=False)
+                for name in round_:
+                    await cluster.unregister(name)
+            turn += 1
+    return report(found)
+
+
+def report(found: Sequence[Start]) -> dict[str, Any]:
+    """Errors of the starts that count."""
+    counted = [one for one in found if one.counts and one.tier == "store"]
+    pools = [one for one in found if one.counts and one.tier == "pools"]
+    return {
+        "starts": len(counted),
+        "median_error": _median(one.error for one in counted),
+        "p90_error": round(_p90([one.error for one in counted]), 4),
+        "median_of_predicted_by_measured": _median(
+            one.predicted_s / one.measured_s for one in counted
+        ),
+        "median_error_by_starts_at_once": {
+            many: _median(one.error for one in counted if one.at_once == many) for many in ROUNDS
+        },
+        "from_pools": {
+            "starts": len(pools),
+            "median_error": _median(one.error for one in pools),
+            "median_off_s": _median(abs(one.predicted_s - one.measured_s) for one in pools),
+        },
+        "raw": [{**asdict(one), "error": round(one.error, 4)} for one in found],
+    }
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+async def _started(
+    cluster: Cluster, models: Sequence[str], sizes: Sequence[int], tier: str, *, learns: bool
+) -> list[Start]:
+    """Ask for models at once; what was predicted of each start, and what it took.
+
+    Args:
+        cluster: It runs.
+        models: Of which no worker holds anything.
+        sizes: Of theirs, in bytes.
+        tier: Where their parameters are.
+        learns: The models' first starts, which do not count.
+    """
+    seen = {
+        model: frozenset(
+            one["decision_id"]
+            for one in (await cluster.get(f"/decisions?model={model}"))["decisions"]
+        )
+        for model in models
+    }
+    times = await asyncio.gather(*(cluster.ask(model, PROMPT, 4) for model in models))
+    found: list[Start] = []
+    for model, size_bytes, (ttft_s, _) in zip(models, sizes, times, strict=True):
+        decision = await cluster.start_of(model, seen[model])
+        if decision is None:
+            print(f"no decision of {model} can be read", file=sys.stderr)
+            continue
+        predicted_s = decision["outcome"]["scheme"]["predicted_ttft_s"]
+        start = Start(model, size_bytes, len(models), tier, predicted_s, ttft_s, not learns)
+        found.append(start)
+        print(
+            f"{model}: {size_bytes / 1e6:.0f} MB, {len(models)} at once, from {tier}: "
+            f"predicted {predicted_s:.2f} s, measured {ttft_s:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    await asyncio.sleep(LEARNED_S)
+    return found
+
+
+def _p90(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]

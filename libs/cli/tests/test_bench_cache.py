@@ -1,0 +1,75 @@
+"""``make bench-cache``: lines become measurements; ``make bench-cache-real``: which pairs count."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pilotlight.sim.cache.paper import Pairing, paper_workload
+from pilotlight.sim.cache.workload import Workload
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+def test_lines_become_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    from cache import DRIFT, measured, paper_cell
+    from cache_results import measurements
+
+    def make(seed: int) -> Workload:
+        return paper_workload(Pairing.RANDOM, seed, drift=DRIFT)
+
+    names = ["lru", "lfu"]
+    paper_cell(
+        "drift",
+        make,
+        range(2),
+        0.6,
+        names,
+        sizes="large",
+        pairing="random",
+        drift_s=DRIFT.period_s,
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (found,) = measurements(lines, {"commit": "abcdef0"})
+    assert found["commit"] == "abcdef0"
+    what = "periods of drift: seven models, large, random, drift each 300 s, cache of 60%"
+    assert found["what"] == what
+    assert set(found["samples"]) == {*names, "true-rates"}
+    results, _, _ = measured(make, range(2), 0.6, names)
+    for name in names:
+        wanted = [round(one.load_s_per_request, 5) for one in results[name]]
+        assert found["samples"][name] == wanted
+        assert found["policies"][name]["over_optimum"] > 1.0
+    assert found["policies"]["lru"]["over_optimum"] < found["policies"]["lfu"]["over_optimum"]
+
+
+def test_pairs_that_simulation_tells_apart_are_those_that_count() -> None:
+    from cache_real import kept_order
+
+    expected = {"a": 100, "b": 95, "c": 80}
+    assert kept_order(expected, {"a": 90, "b": 99, "c": 95}, 0.1) == [
+        {"better": "c", "worse": "a", "kept": False},
+        {"better": "c", "worse": "b", "kept": True},
+    ]
+
+
+def test_the_trace_is_that_of_its_seed_and_in_time() -> None:
+    from cache_real import Trial
+
+    def trace(seed: int) -> list[tuple[float, str]]:
+        trial = Trial(
+            models=8, room=3, requests=200, duration_s=60.0, zipf=1.2, max_tokens=8, seed=seed
+        )
+        return [(one.time_s, one.model) for one in trial.workload().requests]
+
+    found = trace(5)
+    assert found == trace(5) != trace(6)
+    times = [time_s for time_s, _ in found]
+    assert times == sorted(times)
+    assert 0.0 <= times[0] < times[-1] <= 60.0
+    assert {name for _, name in found} == {f"ember-{number}" for number in range(8)}

@@ -1,0 +1,78 @@
+"""``pilotlight simulate cache``: a line of JSON for each policy, traces of one's own, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pilotlight.cli.main import run
+from pilotlight.policy.eviction.choice import POLICIES
+
+CATALOGUE = "model,size_bytes,load_s\na,100,1.0\nb,100,2.0\nc,100,4.0\n"
+TRACE = "time_s,model\n0,a\n1,b\n2,a\n3,c\n4,b\n"
+
+
+def files(folder: Path, trace: str = TRACE, catalogue: str = CATALOGUE) -> list[str]:
+    (folder / "trace.csv").write_text(trace)
+    (folder / "catalogue.csv").write_text(catalogue)
+    return ["--trace", str(folder / "trace.csv"), "--catalogue", str(folder / "catalogue.csv")]
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_for_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "cache", *files(tmp_path), "--capacity-bytes", "200", "--json"]
+    assert run([*command, "--compare", "lru,pilotlight"]) == 0
+    lru, ours = lines(capsys)
+    assert (lru["policy"], ours["policy"]) == ("lru", "pilotlight")
+    assert lru["load_s_per_request"] == pytest.approx(9.0 / 5)
+    assert (lru["hit_ratio"], lru["reloads"], lru["p99_load_s"]) == (0.2, 1, 4.0)
+    assert run(command) == 0
+    assert [one["policy"] for one in lines(capsys)] == list(POLICIES)
+
+
+def test_the_cache_is_a_fifth_of_the_catalogue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    catalogue = "model,size_bytes,load_s\n" + "".join(f"{name},50,1\n" for name in "abcdefghij")
+    command = ["simulate", "cache", *files(tmp_path, catalogue=catalogue), "--compare", "lru"]
+    assert run([*command, "--json"]) == 0
+    (found,) = lines(capsys)
+    assert found["capacity_bytes"] == 100
+    assert run(command) == 0
+    assert "reload s/request" in capsys.readouterr().out
+
+
+def test_a_scenario_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "cache", "paper-random", "--compare", "lru,iam", "--json"]
+    assert run(command) == 0
+    first = lines(capsys)
+    assert [one["requests"] for one in first] == [2389, 2389]
+    assert run([*command, "--seed", "6"]) == 0
+    assert lines(capsys) != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "there is no scenario 'nothing'"),
+        (["--compare", "lru,best"], "unknown policies: best"),
+        (["--compare", ","], "none named"),
+        (["--trace", "missing.csv"], "missing.csv cannot be read"),
+        (["--catalogue", "missing.csv"], "needs a trace"),
+    ],
+)
+def test_what_cannot_be_run_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["simulate", "cache", *arguments, "--json"]) == 1
+    assert said in lines(capsys)[0]["error"]["message"]
+
+
+def test_a_trace_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "cache", *files(tmp_path, trace="time_s,model\n0,z\n"), "--json"]
+    assert run(command) == 1
+    assert "trace, line 2: z is not in the catalogue" in lines(capsys)[0]["error"]["message"]
