@@ -1,6 +1,7 @@
 """One tick of control: what it starts, drains, refuses, tells and forgets."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.control.books import Books, Record
@@ -107,6 +108,22 @@ def test_a_refused_start_goes_elsewhere_then_waits_and_a_change_of_workers_ends_
     )
     assert transient.start == ()
     assert transient.refuse
+
+
+def test_a_refusal_that_stands_is_written_down_again_from_time_to_time() -> None:
+    """Those who came to wait since then look no further back."""
+    memory, written = Memory(), list[float]()
+    for tenths in range(1300):
+        now_s = NOW_S + tenths / 10
+        nobody = replace(facts(demand=(demand("m", 1),), now_s=now_s), workers={})
+        plan = tick(nobody, memory, CONTROL)
+        memory = plan.memory
+        written += [now_s - NOW_S for one in plan.refuse if one.record]
+    assert written[0] == 0
+    pauses = [after - before for before, after in pairwise(written)]
+    again_s = CONTROL.refusal_again_s
+    assert len(pauses) == 2
+    assert all(again_s <= pause <= again_s + CONTROL.retry_limit_s for pause in pauses)
 
 
 def test_a_start_that_asks_for_room_is_the_only_one_of_its_model() -> None:

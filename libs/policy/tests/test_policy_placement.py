@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -264,8 +265,13 @@ def test_what_is_owed_service_is_named_to_the_cache() -> None:
     assert owed == ("young", "starts")
 
 
-def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin() -> None:
-    stages = (held("a", "i-a", device_bytes=600), held("b", "i-b", device_bytes=400))
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin(in_flight: int) -> None:
+    """Requests end by themselves, pins do not."""
+    stages = (
+        held("a", "i-a", device_bytes=600, in_flight=in_flight),
+        held("b", "i-b", device_bytes=400),
+    )
     models = (model("a", pinned=True), model("b", pinned=True), model("m"))
     snapshot = Snapshot(
         now_s=NOW_S,

@@ -2,12 +2,17 @@
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 
 import openai
 import pytest
 
 from pilotlight.common.buckets import INSTANCES
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.gateway.serving.explain import Explainer
 from pilotlight.policy.plan import InstanceState
+from pilotlight.policy.testing import model
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +28,69 @@ async def test_nobody_leads(make_world):
     assert response.status_code == 200
     assert "event: error" in response.text
     assert "control_plane_unavailable" in response.text
+
+
+class Nothing:
+    """A fleet without instances, and without starts."""
+
+    def serving(self, name):
+        return []
+
+    def instances(self, name):
+        return []
+
+    def failed_start(self, name, digest):
+        return None
+
+
+class Written:
+    """One decision; reading it takes a while."""
+
+    def __init__(self, clock, age_s, outcome):
+        self._clock = clock
+        self._row = {
+            "at": clock.wall() - timedelta(seconds=age_s),
+            "reasons": ["nothing fits"],
+            "outcome": outcome,
+        }
+
+    async def decisions(self, model, limit):
+        self._clock.advance(0.5)
+        return [self._row]
+
+
+class Unread:
+    """No database."""
+
+    async def decisions(self, model, limit):
+        raise DatabaseUnavailable("it is away")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "outcome", "told"),
+    [
+        (19.999, {"started": "i"}, True),
+        (20.1, {"started": "i"}, False),
+        (20.1, {"refused": "no_room"}, True),
+        (119.0, {"refused": "no_room"}, True),
+        (121.0, {"refused": "no_room"}, False),
+    ],
+)
+async def test_what_was_decided_meanwhile_and_a_refusal_that_stands_are_told(age_s, outcome, told):
+    clock = ManualClock()
+    written = Written(clock, age_s, outcome)
+    explainer = Explainer(Nothing(), written, clock, lambda: None)
+    error = await explainer.why(model("fox"), clock.monotonic_s() - 20.0)
+    assert ("nothing fits" in str(error)) is told
+    assert ("no scheduler has acted" in str(error)) is not told
+
+
+async def test_a_reason_that_cannot_be_read_is_not_the_schedulers_silence():
+    clock = ManualClock()
+    explainer = Explainer(Nothing(), Unread(), clock, lambda: None)
+    error = await explainer.why(model("fox"), clock.monotonic_s() - 20.0)
+    assert error.code == DatabaseUnavailable.code
+    assert "fox took no request within 20 s: why cannot be read: it is away" in str(error)
 
 
 async def test_deadline_names_the_failed_start(make_world):

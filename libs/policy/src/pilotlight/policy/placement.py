@@ -300,13 +300,15 @@ def _pins_in_the_way(
     candidate: Candidate, least_bytes: int, here: Snapshot, rules: PlacementRules
 ) -> str:
     """What would have to be unpinned for a stage, as the end of a sentence; empty where pins are
-    not all that is in the way.
+    not all that is in the way for long: requests end, and residency grows, by themselves.
     """
     if not any(model.pinned for model in here.models):
         return ""
     request, found = _eviction(candidate.worker, candidate.node, here, rules, None)
     request = replace(request, need_bytes=least_bytes, free_bytes=candidate.free_bytes)
-    unpin = plan_eviction(rules.policy, request, found, rules.eviction).unpin
+    idle = (replace(one, in_flight=0) for one in found)
+    for_long = replace(rules.eviction, min_residency_s=0.0)
+    unpin = plan_eviction(rules.policy, request, idle, for_long).unpin
     return f"; unpin {', '.join(unpin)} to make room" if unpin else ""
 
 

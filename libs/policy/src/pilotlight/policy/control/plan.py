@@ -38,6 +38,9 @@ class ControlRules:
     retry_limit_s: float = 2.0
     retry_at_once_s: float = 0.1
     """After a refusal a change of the workers is answered no sooner than this."""
+    refusal_again_s: float = 60.0
+    """A refusal that stands is written down again after this time: requests that came since then
+    are told of it."""
     repeat_s: float = 1.0
     """A hold is told again after this time, as far as ``repeat_limit`` allows."""
     repeat_limit: int = 32
@@ -132,6 +135,8 @@ class Backing:
     recorded: frozenset[str] = frozenset()
     """What the recorded decisions said: a model that waits for room must not write rows by the
     second."""
+    recorded_s: float = 0.0
+    """When the last of them was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

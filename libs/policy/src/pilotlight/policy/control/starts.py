@@ -249,7 +249,11 @@ class Tries:
         essence = f"{code} {sorted((one.worker_id, one.code) for one in tried)}"
         before = self.backing.get(model)
         recorded = before.recorded if before is not None else frozenset[str]()
+        recorded_s = before.recorded_s if before is not None else self._facts.now_s
         attempts = before.attempts + 1 if before is not None else 1
+        record = (
+            essence not in recorded or self._facts.now_s - recorded_s >= self._rules.refusal_again_s
+        )
         self.backing[model] = Backing(
             attempts=attempts,
             at_s=self._facts.now_s,
@@ -257,8 +261,9 @@ class Tries:
             world_version=self._facts.world_version,
             code=code,
             recorded=recorded | {essence},
+            recorded_s=self._facts.now_s if record else recorded_s,
         )
-        if essence not in recorded:
+        if record:
             seen, choice = choose(explained=True)
             self.looked_at += len(seen.workers)
         reasons = [
@@ -274,7 +279,7 @@ class Tries:
                 message=message,
                 reasons=tuple(reasons),
                 seen=seen,
-                record=essence not in recorded,
+                record=record,
             )
         )
 

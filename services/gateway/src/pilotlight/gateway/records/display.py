@@ -150,9 +150,10 @@ class DecisionReader:
         self._database = database
 
     async def decisions(self, model: str | None, limit: int) -> list[dict[str, Any]]:
-        """When and why, the newest first."""
+        """When, why and with which outcome, the newest first."""
         table = tables.decisions
-        rows = select(table.c.at, table.c.reasons).order_by(desc(table.c.at)).limit(limit)
+        columns = select(table.c.at, table.c.reasons, table.c.outcome)
+        rows = columns.order_by(desc(table.c.at)).limit(limit)
         async with self._database.reading() as connection:
             found = await connection.execute(
                 rows if model is None else rows.where(table.c.model == model)

@@ -19,14 +19,18 @@ from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.policy.instance import STARTING
 from pilotlight.policy.model import Model
 
-LOOK_UP_DEADLINE_S = 1.0
+LOOK_UP_DEADLINE_S = 3.0
+STANDING_S = 120.0
+"""A refusal stands for so long unless something newer was decided: while it stands the scheduler
+writes it down each minute (``ControlRules.refusal_again_s``), not for each request.
+"""
 
 
 class Decisions(Protocol):
     """Where the scheduler's decisions can be read."""
 
     async def decisions(self, model: str | None, limit: int) -> Sequence[Mapping[str, Any]]:
-        """The newest first, each with ``at`` and ``reasons``."""
+        """The newest first, each with ``at``, ``reasons`` and ``outcome``."""
         ...
 
 
@@ -59,7 +63,8 @@ class Explainer:
            under way.
         4. A start is under way: it is too slow.
         5. The last start failed: that is the reason.
-        6. The scheduler decided something: its reasons.
+        6. The scheduler decided something while the request waited, or its refusal stands: its
+           reasons; that they cannot be read where they cannot.
         7. Nothing was done at all: no scheduler leads.
         """
         waited_s = self._clock.monotonic_s() - since_s
@@ -86,13 +91,18 @@ class Explainer:
         return ControlPlaneUnavailable(f"{waited}: no scheduler has acted on it")  # 7
 
     async def _last_reason(self, model: Model, waited_s: float) -> str:
+        # Before the look-up, which takes a while: what was decided as the request came counts.
+        now = self._clock.wall()
         try:
             found = await within(
                 LOOK_UP_DEADLINE_S, self._decisions.decisions(model.name, 1), "reading decisions"
             )
-        except PilotlightError:
+        except PilotlightError as error:
+            return f"{error.code}: why cannot be read: {error}"
+        if not found:
             return ""
-        if not found or (self._clock.wall() - found[0]["at"]).total_seconds() > waited_s:
+        age_s = (now - found[0]["at"]).total_seconds()
+        if age_s > (max(waited_s, STANDING_S) if "refused" in found[0]["outcome"] else waited_s):
             return ""
         reasons: Any = found[0]["reasons"]
         return (
