@@ -101,6 +101,13 @@ def up(
             help="Gateways, all on one port.", validator=validators.Number(gte=1, lte=MAX_REPLICAS)
         ),
     ] = 1,
+    nodes: Annotated[
+        int,
+        Parameter(
+            help="Nodes that this machine plays, each with such workers, a host pool and a link of its own.",
+            validator=validators.Number(gte=1, lte=MAX_REPLICAS),
+        ),
+    ] = 1,
     link: Annotated[
         str,
         Parameter(
@@ -133,6 +140,7 @@ def up(
         schedulers=schedulers,
         caches=caches,
         gateways=gateways,
+        nodes=nodes,
         worker_kind=worker_kind,
         link=link,
     )

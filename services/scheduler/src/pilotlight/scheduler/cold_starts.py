@@ -27,6 +27,7 @@ from pilotlight.scheduler.records import (
     LATE_PHASES_S,
     ColdStart,
     figures_of,
+    is_of_a_group,
     merged,
     readied,
     reported,
@@ -176,7 +177,7 @@ class ColdStarts:
     ) -> None:
         model = entry.model
         sample = sample_of(record, model, device_kind) if device_kind is not None else None
-        if sample is None:
+        if sample is None or is_of_a_group(record):
             return
         timings = self.timings
         if len(entry.instance.placements) == 1:
