@@ -101,7 +101,11 @@ def child_specs(
         ChildSpec(
             name=name,
             argv=(sys.executable, "-m", f"pilotlight.{service}"),
-            environment={**shared, **_own(service, home, options, endpoints), **_apart(name, shared)},
+            environment={
+                **shared,
+                **_own(service, home, options, endpoints),
+                **_apart(name, shared),
+            },
             log_path=home.logs / f"{name}.log",
         )
         for service in SERVICES

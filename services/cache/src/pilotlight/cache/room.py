@@ -273,7 +273,6 @@ def _grows(known: Grant, request: Reserve) -> bool:
     the whole model from the beginning needs its other parts in the host pool.
     """
     more = (
-        request.device_bytes > known.device_bytes
-        or sum(request.host_part_bytes) > known.host_bytes
+        request.device_bytes > known.device_bytes or sum(request.host_part_bytes) > known.host_bytes
     )
     return request.generation > known.generation and more

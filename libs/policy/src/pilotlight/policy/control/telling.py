@@ -125,7 +125,10 @@ def _reached(holds: Iterable[StageHold], facts: ControlFacts) -> Essence:
     return tuple(
         (
             *one.essence,
-            *(reached_at(each, facts.nodes, facts.workers, one.instance_id) for each in one.members),
+            *(
+                reached_at(each, facts.nodes, facts.workers, one.instance_id)
+                for each in one.members
+            ),
         )
         for one in holds
     )
