@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A cold start that several nodes share.")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--link", default="200mbit")
-    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=48)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pilotlight-groups-") as name:

@@ -1,7 +1,5 @@
 """World, reconciliation, commands and records: pure functions of what was heard."""
 
-from dataclasses import replace
-
 import pytest
 
 from pilotlight.common.messages.demand import DemandVector
@@ -25,7 +23,6 @@ from pilotlight.policy.plan import InstanceState, NodeDrain
 from pilotlight.policy.testing import demand, held, model, node, worker
 from pilotlight.scheduler.records import (
     ColdStart,
-    is_of_a_group,
     merged,
     readied,
     reported,
@@ -219,13 +216,6 @@ def test_a_cold_start_ends_with_its_first_token_and_takes_late_phases() -> None:
     assert sample is not None
     assert sample.fetch_bytes_per_s == pytest.approx(120.0)
     assert sample.prefill_s == pytest.approx(0.1)
-
-
-def test_what_several_workers_loaded_is_of_a_group() -> None:
-    phases = [phase(PhaseName.LOAD, 100.0, 100.5), phase(PhaseName.LOAD, 100.5, 100.6)]
-    assert not is_of_a_group(merged(record(), phases))
-    phases[1] = replace(phases[1], process="another")
-    assert is_of_a_group(merged(record(), phases))
 
 
 def test_a_start_that_nobody_waited_for_ends_when_it_is_ready() -> None:

@@ -146,14 +146,6 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
     )
 
 
-def is_of_a_group(record: ColdStart) -> bool:
-    """Whether several workers loaded parts of the model: what one of them took says nothing of the
-    whole.
-    """
-    loaded = {one.process for one in record.phases if one.name is PhaseName.LOAD}
-    return len(loaded) > 1
-
-
 def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model) -> StageSample:
     """What a start of one stage teaches of its node and its source.
 
