@@ -28,7 +28,7 @@ from pilotlight.scheduler.room import RoomClient
 log = structlog.get_logger()
 
 BACKOFF = Backoff(first_s=0.25, limit_s=5.0)
-"""Between two tries: what fills the pool or the device may leave, and the group serves meanwhile."""
+"""Between two tries: what fills the pool or the device may leave. The group serves meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

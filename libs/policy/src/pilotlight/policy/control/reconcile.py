@@ -78,7 +78,8 @@ def reconcile(
        released with that
     6. a stage that was held is not held any more: the worker was started anew, failed
     7. a live worker has not taken up its stage within the deadline: failed
-    8. every stage is ready, and those of a group are joined: ready, with the moves that were missed in between
+    8. every stage is ready, and those of a group are joined: ready, with the moves that were missed
+       in between
     9. some stage is held: loading
     10. the stage that is to cover all others has grown: it is the instance from now on
 
