@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
+.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -19,6 +19,10 @@ help:  ## list the targets
 demo:  ## the whole system on this machine, one cold and one warm chat, the cold start as a waterfall
 	@tools/bootstrap.sh runtime
 	@$(VENV)/bin/pilotlight demo
+
+demo-groups:  ## a cold start that four nodes share, beside one that one node has, each as a waterfall: three minutes
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/groups.py
 
 up:  ## start the system with the demo model and keep it running until Ctrl-C
 	@tools/bootstrap.sh runtime
@@ -88,6 +92,10 @@ docs:  ## render the generated pages: settings, states
 bench-cold-start:  ## cold and warm first tokens of the demo model on this machine, as JSON
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cold_start.py
+
+bench-groups:  ## the first token of one node, and of groups of two and four, as JSON: ARGS='--link 100mbit'
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/groups.py --stages 1 2 4 $(ARGS)
 
 bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=
 	@tools/bootstrap.sh dev

@@ -1,8 +1,6 @@
 """Two cold starts over one link that would make each other late: the second waits for the first."""
 
-import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from embedded_system import DEMO_FOLDER, RunningSystem, eventually, running
+from embedded_system import RunningSystem, copied, eventually, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,20 +19,6 @@ SLO_MS = 14_000.0
 WAITS_S = 4.0
 """Half of what the second waits for: after 8.5 s half of the link is enough for the first one."""
 NAMES = ("one", "two")
-
-
-def copied(folder: Path, name: str) -> Path:
-    """The demo model as another checkpoint: its header has one more entry."""
-    shutil.copytree(DEMO_FOLDER, folder / name)
-    file = folder / name / "model.safetensors"
-    content = file.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["__metadata__"] = {**header.get("__metadata__", {}), "copy": name}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    return folder / name
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,6 +76,20 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 30.0) -> Any:
         assert clock.monotonic_s() < until_s, "it did not come to hold"
         pause.wait(0.1)
     return found
+
+
+def copied(folder: Path, name: str) -> Path:
+    """The demo model as another checkpoint: its header has one more entry."""
+    shutil.copytree(DEMO_FOLDER, folder / name)
+    file = folder / name / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = {**header.get("__metadata__", {}), "copy": name}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    return folder / name
 
 
 def free_port() -> int:

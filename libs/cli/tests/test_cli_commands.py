@@ -98,12 +98,13 @@ def test_models_are_listed(
     gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
 ) -> None:
     instances = [
-        {"model": "tiny", "state": state} for state in ("ready", "gone", "ready", "loading")
+        {"model": "tiny", "state": state, "body": {"placements": [{}] * stages}}
+        for state, stages in (("ready", 1), ("gone", 1), ("ready", 1), ("loading", 2))
     ]
     gateway.answer("GET /models", {"models": [MODEL]})
     gateway.answer("GET /instances", {"instances": instances})
     assert run(["model", "list"]) == 0
-    assert "1 loading, 2 ready" in capsys.readouterr().out
+    assert "1 loading (2 stages), 2 ready" in capsys.readouterr().out
     assert run(["model", "list", "--json"]) == 0
     assert out() == {"models": [MODEL], "instances": instances}
     gateway.answer("GET /models", {"models": []})

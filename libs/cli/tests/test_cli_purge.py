@@ -70,6 +70,17 @@ def test_what_is_no_pool_stays(
     assert len(list(shared.iterdir())) == 2
 
 
+def test_pools_of_further_nodes_go_too(
+    home: Home, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of ``pilotlight up --nodes``; not what only looks like one."""
+    mine = [Path(f"{home.pool_path}{end}") for end in ("", "-2", "-3")]
+    for path in (*mine, Path(f"{home.pool_path}-of-mine")):
+        path.write_bytes(b"")
+    purged(home, capsys)
+    assert [path.name for path in shared.iterdir()] == [f"{home.pool_path.name}-of-mine"]
+
+
 def test_what_was_purged_has_nothing_left_to_remove(
     home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:

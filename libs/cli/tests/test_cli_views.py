@@ -303,6 +303,17 @@ def test_standbys_are_processes_with_names_and_logs_of_their_own(home: Home) -> 
     assert environments(home, SystemOptions())["gateway"]["PILOTLIGHT_SHARE_PORT"] == "false"
 
 
+def test_further_nodes_share_nothing_with_the_first(home: Home) -> None:
+    """They stay where they are when the system is started again: their folders are below its."""
+    own = ("RUN_DIR", "STATE_DIR", "LOG_DIR", "POOL_PATH")
+    plan = environments(home, SystemOptions(nodes=3, workers=2))
+    nodes = [plan[name] for name in ("loader", "loader-2", "loader-3")]
+    for variable in own:
+        assert len({one[f"PILOTLIGHT_{variable}"] for one in nodes}) == 3
+    assert {one["PILOTLIGHT_WORKERS"] for one in nodes} == {"2"}
+    assert plan["loader"] == environments(home, SystemOptions(workers=2))["loader"]
+
+
 def test_logs_of_a_service_are_those_of_all_its_processes(
     home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:

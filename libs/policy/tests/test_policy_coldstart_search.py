@@ -52,6 +52,8 @@ def every_scheme(
             for roles in itertools.product((True, False), repeat=size):
                 if sum(roles) < request.instances or (size == 1 and not roles[0]):
                     continue
+                if rules.full_leads and not roles[0]:
+                    continue
                 places = list(zip(order, stages, roles, strict=True))
                 if any(
                     least_bytes(model, stage, server, full=full) > server.free_bytes
@@ -95,12 +97,12 @@ def assert_best(request: StartRequest, servers: tuple[Server, ...], rules: Start
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans())
+@given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 2), *[st.booleans()] * 3)
 def test_it_is_the_best_of_all(
-    seed: int, nodes: int, instances: int, proportional: bool, streaming: bool
+    seed: int, nodes: int, instances: int, proportional: bool, streaming: bool, full_leads: bool
 ) -> None:
     request, servers = random_start(random.Random(seed), nodes=nodes)
-    rules = StartRules(proportional_shares=proportional, streaming=streaming)
+    rules = StartRules(proportional_shares=proportional, streaming=streaming, full_leads=full_leads)
     assert_best(replace(request, instances=instances), servers, rules)
 
 

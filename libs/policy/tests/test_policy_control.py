@@ -211,7 +211,7 @@ def test_an_instance_is_activated_from_when_its_last_stage_was_loaded() -> None:
 
     def loaded(*moments: Moment | None) -> Moment | None:
         views = {
-            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment),))
+            WorkerId(f"w{index}"): view(index, stages=(replace(held(), loaded=moment, open=True),))
             for index, moment in enumerate(moments)
         }
         (change,) = reconcile([record(two)], views, NOW_S, RULES)

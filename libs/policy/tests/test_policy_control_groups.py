@@ -11,9 +11,12 @@ from pilotlight.policy.coldstart.contention import FetchBooks, incoming, outgoin
 from pilotlight.policy.coldstart.policies import StartPolicy
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.fetches import fetch_key, kept_up
+from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.growing import plan_growth
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
 from pilotlight.policy.control.testing import LargeCluster, Size, view
+from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.model import Stage
@@ -59,6 +62,64 @@ def test_the_first_worker_with_room_for_all_takes_the_model_on() -> None:
         assert stages[full] == WHOLE
         assert stages[1 - full] == (FRONT, BACK)[1 - full]
     assert not plan_growth([Record(instance=_group(full=2), model=model())])
+
+
+def test_a_group_serves_when_its_stages_are_joined() -> None:
+    """That every one is loaded is not enough: the lead says when it takes requests."""
+    group = _group(state=InstanceState.LOADING)
+    stages = [replace(held(), stage=FRONT), replace(held(), stage=BACK)]
+
+    def said() -> list[InstanceEvent]:
+        views = {
+            WorkerId(f"w{at}"): view(at, stages=(stage,), heard_s=NOW_S + 1)
+            for at, stage in enumerate(stages)
+        }
+        changes = reconcile([Record(instance=group, model=model())], views, NOW_S + 1, RULES)
+        return [event for change in changes for event in change.events]
+
+    assert said() == []
+    stages[1] = replace(stages[1], open=True)
+    assert said() == []
+    stages[0] = replace(stages[0], open=True)
+    assert said() == [InstanceEvent.ALL_STAGES_READY]
+
+
+def test_a_stage_hears_where_the_others_are_as_soon_as_they_say() -> None:
+    """And is told nothing more while nothing changes."""
+    group = replace(_group(state=InstanceState.LOADING), generation=Generation(1))
+    books = Books().put(Record(instance=group, model=model()))
+    rules = ControlRules(reconcile=RULES, repeat_s=1e6)
+    ports = {0: 0, 1: 0}
+
+    def facts(books: Books, *changed: int) -> ControlFacts:
+        loading = replace(held(state=HeldState.LOADING), instance_id=group.instance_id)
+        views = {
+            WorkerId(f"w{at}"): view(
+                at, stages=(replace(loading, stage=stage, port=ports[at]),), heard_s=NOW_S
+            )
+            for at, stage in enumerate((FRONT, BACK))
+        }
+        return ControlFacts(
+            now_s=NOW_S,
+            term=Term(
+                epoch=Epoch(1),
+                started_s=NOW_S - 10,
+                listening_since_s=NOW_S - 20,
+                deaf=False,
+                announced=True,
+            ),
+            books=books,
+            workers=views,
+            nodes={node().node_id: node()},
+            models={model().name: model()},
+            changed=Focus(workers=frozenset(WorkerId(f"w{at}") for at in changed)),
+        )
+
+    plan = tick(facts(books), Memory(), rules)
+    for at, told in ((1, {W0, W1}), (0, {W0, W1}), (0, set[WorkerId]())):
+        ports[at] = 7000 + at
+        plan = tick(facts(plan.books, at), plan.memory, rules)
+        assert {one.worker_id for one in plan.tell.workers} == told
 
 
 def test_only_groups_that_serve_grow() -> None:

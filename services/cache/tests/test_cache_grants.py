@@ -128,6 +128,27 @@ async def test_a_cache_that_starts_anew_knows_of_which_generation_a_grant_is(
     await stop(second)
 
 
+async def test_a_worker_with_room_for_all_is_granted_the_host_pool_for_the_rest(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
+    """Its device's room does not change when it takes on the other layers."""
+    await heard(bus, peers)
+    first = await reserve(bus, "a", 400, parts=(100, 100))
+    await heard(bus, peers, stage("a", 400))
+    assert await reserve(bus, "b", 100, host=800)
+    await bus.request(
+        RELEASE_SUBJECT,
+        Release(grant_id=(await reserve(bus, "b", 100, host=800)).grant_id),
+        Released,
+        deadline_s=2.0,
+    )
+    grown = await reserve(bus, "a", 400, parts=(100, 100, 100, 100), generation=2)
+    assert grown.grant_id != first.grant_id
+    with pytest.raises(HostPoolFull):
+        await reserve(bus, "b", 100, host=800)
+    assert await reserve(bus, "b", 100, host=600)
+
+
 async def test_a_second_cache_waits(
     cache: Application, settings: CacheSettings, make_context: MakeContext, bus: Bus, peers: Peers
 ) -> None:

@@ -21,7 +21,13 @@ from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState, NodeDrain
 from pilotlight.policy.testing import demand, held, model, node, worker
-from pilotlight.scheduler.records import ColdStart, merged, readied, reported, sample_of
+from pilotlight.scheduler.records import (
+    ColdStart,
+    merged,
+    readied,
+    reported,
+    sample_of,
+)
 from pilotlight.scheduler.world import World
 
 NOW_S = 1000.0

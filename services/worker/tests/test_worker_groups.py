@@ -65,6 +65,7 @@ async def joined(rig: Rig) -> Hold:
     assert (await rig.submit("req-early")).code == "not_loaded", (
         "its own address was not in the command"
     )
+    assert not held.open
     reached = msgspec.structs.replace(
         short, members=(replace(first, host="h", port=held.port), last)
     )
@@ -74,6 +75,7 @@ async def joined(rig: Rig) -> Hold:
         return (await rig.submit("req-joined")).accepted
 
     await until(accepted)
+    await rig.until(lambda: (now := rig.held()) is not None and now.open)
     return reached
 
 

@@ -45,6 +45,7 @@ app.command(why_evicted)
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""
+REPLICAS = validators.Number(gte=1, lte=MAX_REPLICAS)
 QUICK = frozenset({"--version", "--help", "-h"})
 """With one of these nothing is done that a log would tell of."""
 
@@ -83,22 +84,21 @@ def up(
     ] = "auto",
     schedulers: Annotated[
         int,
-        Parameter(
-            help="Schedulers: one leads, the others stand by.",
-            validator=validators.Number(gte=1, lte=MAX_REPLICAS),
-        ),
+        Parameter(help="Schedulers: one leads, the others stand by.", validator=REPLICAS),
     ] = 1,
     caches: Annotated[
         int,
-        Parameter(
-            help="Caches: one answers, the others stand by.",
-            validator=validators.Number(gte=1, lte=MAX_REPLICAS),
-        ),
+        Parameter(help="Caches: one answers, the others stand by.", validator=REPLICAS),
     ] = 1,
     gateways: Annotated[
         int,
+        Parameter(help="Gateways, all on one port.", validator=REPLICAS),
+    ] = 1,
+    nodes: Annotated[
+        int,
         Parameter(
-            help="Gateways, all on one port.", validator=validators.Number(gte=1, lte=MAX_REPLICAS)
+            help="Nodes that this machine plays, each with such workers, a host pool and a link of its own.",
+            validator=REPLICAS,
         ),
     ] = 1,
     link: Annotated[
@@ -133,6 +133,7 @@ def up(
         schedulers=schedulers,
         caches=caches,
         gateways=gateways,
+        nodes=nodes,
         worker_kind=worker_kind,
         link=link,
     )

@@ -79,9 +79,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
             model["spec"]["architecture"],
             f"{sum(model['spec']['part_bytes']) / MIB:,.1f}",
             f"{model['slo']['ttft_ms']:g} / {model['slo']['tpot_ms']:g}",
-            _states(
-                [instance["state"] for instance in instances if instance["model"] == model["name"]]
-            ),
+            _states([_told_state(one) for one in instances if one["model"] == model["name"]]),
         )
         for model in models
     ]
@@ -180,8 +178,14 @@ def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -
     return 1 if found["difference_count"] else 0
 
 
+def _told_state(instance: Mapping[str, Any]) -> str:
+    """With the number of its stages where it has several."""
+    stages = len(instance["body"]["placements"])
+    return instance["state"] + (f" ({stages} stages)" if stages > 1 else "")
+
+
 def _states(states: list[str]) -> str:
-    alive = [state for state in states if state not in ("gone", "failed")]
+    alive = [state for state in states if state.partition(" ")[0] not in ("gone", "failed")]
     return (
         ", ".join(f"{alive.count(state)} {state}" for state in sorted(set(alive))) or "none (cold)"
     )

@@ -32,6 +32,8 @@ class SystemOptions:
     """One answers, the others stand by."""
     gateways: int = 1
     """All behind one address."""
+    nodes: int = 1
+    """Loaders with workers and a host pool each, as if each were a machine."""
     worker_kind: str = "auto"
     link: str = ""
     pool_bytes: int | None = None
@@ -45,7 +47,12 @@ class SystemOptions:
 
     def processes_of(self, service: str) -> tuple[str, ...]:
         """Names of a service's processes: ``scheduler``, ``scheduler-2``, and so on."""
-        counts = {"scheduler": self.schedulers, "cache": self.caches, "gateway": self.gateways}
+        counts = {
+            "scheduler": self.schedulers,
+            "cache": self.caches,
+            "gateway": self.gateways,
+            "loader": self.nodes,
+        }
         return (
             service,
             *(f"{service}-{number}" for number in range(2, counts.get(service, 1) + 1)),
@@ -94,12 +101,30 @@ def child_specs(
         ChildSpec(
             name=name,
             argv=(sys.executable, "-m", f"pilotlight.{service}"),
-            environment={**shared, **_own(service, home, options, endpoints)},
+            environment={
+                **shared,
+                **_own(service, home, options, endpoints),
+                **_apart(name, shared),
+            },
             log_path=home.logs / f"{name}.log",
         )
         for service in SERVICES
         for name in options.processes_of(service)
     )
+
+
+def _apart(name: str, shared: Mapping[str, str]) -> dict[str, str]:
+    """What a further node has for itself: its id and workers, its sockets, its host pool."""
+    if not name.startswith("loader-"):
+        return {}
+    node = name.removeprefix("loader-")
+    return {
+        **{
+            variable: str(Path(shared[variable]) / f"node-{node}")
+            for variable in ("PILOTLIGHT_RUN_DIR", "PILOTLIGHT_STATE_DIR", "PILOTLIGHT_LOG_DIR")
+        },
+        "PILOTLIGHT_POOL_PATH": f"{shared['PILOTLIGHT_POOL_PATH']}-{node}",
+    }
 
 
 def _own(service: str, home: Home, options: SystemOptions, endpoints: Endpoints) -> dict[str, str]:

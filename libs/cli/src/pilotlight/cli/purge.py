@@ -131,6 +131,7 @@ def pools(home: Home) -> Iterator[Path]:
     and by that of the one before.
     """
     yield home.pool_path
+    yield from home.pool_path.parent.glob(f"{home.pool_path.name}-[0-9]*")
     with contextlib.suppress(OSError):
         node_id = (home.state / NODE_ID).read_text().strip()
         # The name is ours; what a file that any user may have written says is not taken for a path.

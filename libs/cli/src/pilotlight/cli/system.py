@@ -246,7 +246,7 @@ class System:
         key = self._home.admin_key.read_text().strip()
         deadline_s = self._clock.monotonic_s() + READY_DEADLINE_S
         headers = {"Authorization": f"Bearer {key}"}
-        wanted = self._options.workers or 1
+        wanted = (self._options.workers or 1) * self._options.nodes
         async with httpx2.AsyncClient(
             base_url=self._options.url, headers=headers, timeout=5.0
         ) as http:

@@ -176,7 +176,8 @@ class HeldStage:
     loaded: Moment | None = None
     """When the last part was in its place; None before."""
     open: bool = False
-    """It loads, and takes requests already: they run as far as its parts are in place."""
+    """It takes requests and loads still: they run as far as its parts are in place. Or it leads a
+    pipeline group: it is joined to the other stages."""
     port: int = 0
     """Where its engine listens for the engines of the instance's other stages; 0: nowhere."""
     loan: KvLoan = KvLoan()

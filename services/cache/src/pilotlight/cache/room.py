@@ -269,5 +269,10 @@ class RoomMaker:
 
 
 def _grows(known: Grant, request: Reserve) -> bool:
-    """A later generation of the stages asks for more than was granted."""
-    return request.generation > known.generation and request.device_bytes > known.device_bytes
+    """A later generation of the stages asks for more than was granted: a worker that had room for
+    the whole model from the beginning needs its other parts in the host pool.
+    """
+    more = (
+        request.device_bytes > known.device_bytes or sum(request.host_part_bytes) > known.host_bytes
+    )
+    return request.generation > known.generation and more

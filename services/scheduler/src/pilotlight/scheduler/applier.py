@@ -62,10 +62,10 @@ class Applier:
             was=before.state.value,
             reason=after.reason,
         )
-        self._follow(after, change)
+        self._follow(before, after, change)
         return after
 
-    def _follow(self, after: Instance, change: Change) -> None:
+    def _follow(self, before: Instance, after: Instance, change: Change) -> None:
         if after.state is InstanceState.READY:
             awaited = self.effects.is_awaited(after.model)
             self.publisher.publish(
@@ -76,7 +76,8 @@ class Applier:
             )
         else:
             self.publisher.publish(after)
-        if after.state in ENDED:
-            for placement in after.placements:
-                if placement.grant_id is not None:
-                    self.effects.release(placement.grant_id)
+        # Grants of stages that a group gave away end with them.
+        staying = () if after.state in ENDED else {one.worker_id for one in after.placements}
+        for placement in before.placements:
+            if placement.grant_id is not None and placement.worker_id not in staying:
+                self.effects.release(placement.grant_id)

@@ -20,7 +20,7 @@ from pilotlight.policy.estimates import learn, with_estimates
 from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.phase import Moment, PhaseName
-from pilotlight.policy.plan import Estimates
+from pilotlight.policy.plan import Estimates, Instance
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import (
@@ -44,6 +44,9 @@ class _Kept:
     record: ColdStart
     closed_s: float | None = None
     saved: ColdStart | None = None
+    shared: bool = False
+    """Several workers began with a part of the model each: what that took says nothing of a start
+    on one."""
 
 
 class ColdStarts:
@@ -73,8 +76,12 @@ class ColdStarts:
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
+        entry = self._book.get(record.instance_id)
         self._kept[record.instance_id] = _Kept(
-            record, self._clock.monotonic_s() if record.closed else None, record
+            record,
+            self._clock.monotonic_s() if record.closed else None,
+            record,
+            shared=entry is not None and _is_shared(entry.instance),
         )
 
     def dispatched(
@@ -146,7 +153,7 @@ class ColdStarts:
             await self._save(kept)
             if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
                 del self._kept[instance_id]
-                if entry is not None:
+                if entry is not None and not kept.shared:
                     await self._learn(kept.record, entry, device_kinds.get(entry.instance.lead))
 
     def take_learned(self) -> frozenset[NodeId]:
@@ -218,3 +225,10 @@ class ColdStarts:
             if figures is not None
             else {},
         )
+
+
+def _is_shared(instance: Instance) -> bool:
+    """Whether several workers share a start, or may have: a group that has become one worker shows
+    by its generation alone that it was one.
+    """
+    return len(instance.placements) > 1 or instance.generation > 1

@@ -32,6 +32,7 @@ from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.decision_log import DecisionLog
+from pilotlight.scheduler.grower import Grower
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
@@ -107,26 +108,16 @@ class Term:
         self._room = RoomClient(context.bus, self._epoch, self, self._owed)
         self.book = Book()
         self.operators = Operators(
-            requests=self._requests,
-            book=self.book,
-            world=world,
-            clock=self._clock,
-            wake=term_context.wake,
+            requests=self._requests, book=self.book, world=world, clock=self._clock, wake=self._wake
         )
         self._repository = SchedulerRepository(term_context.database, fence, self._clock)
-        rules, counts, every_s = (
-            retention(settings),
-            term_context.prune_metrics,
-            settings.prune_interval_s,
-        )
-        fenced = fence.unit_of_work
         self._pruner = Pruner(
-            rules,
+            retention(settings),
             term_context.database,
             self._clock,
-            counts,
-            interval_s=every_s,
-            unit_of_work=fenced,
+            term_context.prune_metrics,
+            interval_s=settings.prune_interval_s,
+            unit_of_work=fence.unit_of_work,
         )
         self.cold_starts = ColdStarts(
             self._repository, self.book, self._clock, context.service, metrics
@@ -152,6 +143,14 @@ class Term:
             metrics=metrics,
             clock=self._clock,
             effects=self,
+        )
+
+        self._grower = Grower(
+            book=self.book,
+            room=self._room,
+            effects=self,
+            spawn=lambda work, name: self._group.create_task(work, name=name),
+            wake=term_context.wake.set,
         )
 
     def _owed(self, worker_id: WorkerId) -> tuple[InstanceId, ...]:
@@ -299,6 +298,10 @@ class Term:
                 self._requests.warmed(after.model)
         for drain in plan.drain:
             await self._drain(drain)
+        for growth in self._grower.take():
+            await self._applier.apply(growth.change, growth.decision)
+            self._metrics.decided("consolidation", "started")
+        self._grower.begin(plan.grow)
         for model, instance_ids in plan.evicted.items():
             self._requests.settle_evicted(model, instance_ids)
         for order in plan.start:

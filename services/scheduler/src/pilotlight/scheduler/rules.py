@@ -1,6 +1,7 @@
 """The figures of control's decisions, from the settings."""
 
-from pilotlight.policy.coldstart.chosen import ChoiceRules
+from pilotlight.policy.coldstart.chosen import SEARCH_STEPS, ChoiceRules
+from pilotlight.policy.coldstart.servers import StartRules
 from pilotlight.policy.control.plan import ControlRules
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.drain import DrainRules
@@ -29,7 +30,15 @@ def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules
         ),
         scheme=SchemeRules(
             placement=placement,
-            choice=ChoiceRules(policy=settings.start_policy),
+            choice=ChoiceRules(
+                policy=settings.start_policy,
+                start=StartRules(
+                    max_stages=settings.max_stages,
+                    max_steps=SEARCH_STEPS,
+                    least_full=1,
+                    full_leads=True,
+                ),
+            ),
         ),
         drain=DrainRules(replace_within_s=settings.drain_replace_s, placement=placement),
         turns=TurnRules(patience_slo_factor=settings.patience_slo_factor, placement=placement),

@@ -33,6 +33,13 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, Pru
         description="Which policy chooses the worker of a start and where its bytes come from: `single` (the first that fits), `locality` "
         "(the least start-up time, by cached copies), `paraserve`, or `pilotlight`.",
     )
+    max_stages: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="Workers that may share a start of one model: each, on a node of its own, brings a range of its layers, and the first "
+        "then takes on the whole model. 1: every start has one worker.",
+    )
     decision_log_dir: Path | None = Field(
         None,
         description="Folder for the decision log, which `pilotlight replay` reads. Unset: none is kept.",

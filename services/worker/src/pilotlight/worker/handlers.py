@@ -37,6 +37,7 @@ from pilotlight.common.telemetry import current_traceparent
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.request import FinishReason, RequestKey, Vocabulary
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.groups import Groups
 from pilotlight.worker.held import ServingStage
 from pilotlight.worker.held_table import RETRY_AFTER_S
 from pilotlight.worker.stages import Stages
@@ -48,8 +49,11 @@ log = structlog.get_logger()
 class Handlers:
     """One worker's subjects."""
 
-    def __init__(self, core: WorkerCore, stages: Stages, spans: PrefillSpans) -> None:
+    def __init__(
+        self, core: WorkerCore, stages: Stages, groups: Groups, spans: PrefillSpans
+    ) -> None:
         self._core = core
+        self._groups = groups
         self._stages = stages
         self._spans = spans
         self._subscriptions: list[Subscription] = []
@@ -143,6 +147,7 @@ class Handlers:
         if command.worker_id != self._core.worker_id:
             raise NotFound(f"this is {self._core.worker_id}, not {command.worker_id}")
         self._stages.command(command, told.sent_s(self._core.clock))
+        self._groups.follow(self._stages.held)
 
     async def give_up(self, request: GiveUp) -> GivenUp:
         """Unload idle stages now."""

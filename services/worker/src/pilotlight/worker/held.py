@@ -139,7 +139,7 @@ class Held:
             reason=self.reason,
             kv_capacity_tokens=self.kv_capacity_tokens,
             loaded=self.placed,
-            open=self.open and self.state is HeldState.LOADING,
+            open=self.serves and (self.state is HeldState.LOADING or bool(hold.members)),
         )
 
 

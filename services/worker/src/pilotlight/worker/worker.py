@@ -96,7 +96,7 @@ class Worker:
         )
         self._kind = kind
         self._spans = PrefillSpans()
-        self._handlers = Handlers(core, self.stages, self._spans)
+        self._handlers = Handlers(core, self.stages, self._groups, self._spans)
         self._delivery = TokenDelivery(core, self._spans)
         self.reporter = Reporter(core, bucket, incarnation, self.facts, lambda: self.stages.epoch)
         self._up: EngineUp | None = None

@@ -26,6 +26,8 @@ from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
 ALTERNATIVES = 4
 """Other workers that a decision is shown beside."""
+SEARCH_STEPS = 2000
+"""Of ``pilotlight``, for one start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,9 @@ class ChoiceRules:
     """Which policy chooses, and within which bounds."""
 
     policy: StartPolicy = StartPolicy.PILOTLIGHT
-    start: StartRules = field(default_factory=lambda: StartRules(max_stages=1, max_steps=2000))
+    start: StartRules = field(
+        default_factory=lambda: StartRules(max_stages=1, max_steps=SEARCH_STEPS)
+    )
     usual: Usual = field(default_factory=Usual)
     bare: bool = False
     """Every start makes its process anew, as on ParaServe's platform; else workers are up."""

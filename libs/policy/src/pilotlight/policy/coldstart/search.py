@@ -110,6 +110,8 @@ class _Search:
                 if self.steps <= 0 and self.best is not None:
                     break
                 self.steps -= 1
+            if at == 0 and full > 0 and self.rules.full_leads and not option.assigned.full:
+                continue
             still = full - option.assigned.full
             if option.node_id in used or not 0 <= still <= left - 1:
                 continue

@@ -112,6 +112,9 @@ class StartRules:
     least_full: int = 0
     """Of ``paraserve``: full-memory workers of a group at least. Algorithm 1 allows groups without
     any, which can become no whole instance; the authors' own scheduler asks for one."""
+    full_leads: bool = False
+    """Of ``pilotlight``: a group has a full-memory worker at its first stage. It leads, and the
+    worker that becomes the whole instance is then the one that requests are at already."""
     max_steps: int | None = None
     """Workers that the search of ``pilotlight`` tries for some stage, over all sizes; after so many
     it answers with the best that it has found. None: it ends when nothing can be better."""

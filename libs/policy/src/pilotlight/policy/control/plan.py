@@ -243,7 +243,7 @@ class Plan:
     """For each eviction that was asked for, the instances that drain."""
     start: tuple[StartOrder, ...] = ()
     grow: tuple[GrowOrder, ...] = ()
-    """Groups that are to become whole instances. The service starts no groups yet."""
+    """Groups that are to become whole instances."""
     refuse: tuple[RefusedStart, ...] = ()
     tell: Holds = field(default_factory=Holds)
     """Holds that are new, or others than before."""

@@ -78,7 +78,8 @@ def reconcile(
        released with that
     6. a stage that was held is not held any more: the worker was started anew, failed
     7. a live worker has not taken up its stage within the deadline: failed
-    8. every stage is ready: ready, with the moves that were missed in between
+    8. every stage is ready, and those of a group are joined: ready, with the moves that were missed
+       in between
     9. some stage is held: loading
     10. the stage that is to cover all others has grown: it is the instance from now on
 
@@ -136,7 +137,8 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     if state in SERVING:
         return None
     held = [part.held for part in parts if part.held is not None]
-    if len(held) == len(parts) and all(stage.state is HeldState.READY for stage in held):  # 8
+    loaded = len(held) == len(parts) and all(one.state is HeldState.READY for one in held)
+    if loaded and (len(parts) == 1 or held[0].open):  # 8
         ready = change("every stage is ready", *path(state, InstanceState.READY))
         return replace(ready, loaded=_last_loaded(held))
     if held and state is not InstanceState.LOADING:  # 9

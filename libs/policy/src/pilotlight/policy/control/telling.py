@@ -17,11 +17,13 @@ from pilotlight.policy.control.holds import (
     StageHold,
     disagreement,
     fetches_of,
+    members_of,
+    reached_at,
     stages_of,
 )
 from pilotlight.policy.control.index import Chained, Index
 from pilotlight.policy.control.look import Look
-from pilotlight.policy.control.plan import Holds, Memory, NodeTold, Told, WorkerTold
+from pilotlight.policy.control.plan import ControlFacts, Holds, Memory, NodeTold, Told, WorkerTold
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.instance import BRINGING
@@ -83,11 +85,17 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     to_workers = _Receivers[WorkerId, WorkerTold](
         memory.told_workers, index.workers_due, facts.now_s
     )
+    # Each stage of a group connects to the one behind it: what one reports concerns the others.
+    workers |= {
+        one.worker_id
+        for instance_id in draft.seen(look.instances)
+        for one in members_of(books.records[instance_id].instance)
+    }
     for worker_id in sorted(workers):
         if worker_id in facts.workers or worker_id in books.by_worker:
             held = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
             disputed = _is_disputed(worker_id, held.holds, draft, memory)
-            to_workers.look(worker_id, held, _essence(held.holds), disputed=disputed)
+            to_workers.look(worker_id, held, _reached(held.holds, facts), disputed=disputed)
         else:
             to_workers.forget(worker_id)
     for node_id in to_nodes.late(late_s, rules.repeat_limit):
@@ -95,7 +103,7 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         to_nodes.again(node_id, fetched, _essence(fetched.fetches))
     for worker_id in to_workers.late(late_s, rules.repeat_limit):
         held = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
-        to_workers.again(worker_id, held, _essence(held.holds))
+        to_workers.again(worker_id, held, _reached(held.holds, facts))
     return Telling(
         tell=Holds(nodes=tuple(to_nodes.tell), workers=tuple(to_workers.tell)),
         repeat=Holds(nodes=tuple(to_nodes.repeat), workers=tuple(to_workers.repeat)),
@@ -110,6 +118,20 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
 
 def _essence(orders: Iterable[StageHold] | Iterable[PartFetch]) -> Essence:
     return tuple(one.essence for one in orders)
+
+
+def _reached(holds: Iterable[StageHold], facts: ControlFacts) -> Essence:
+    """With the addresses of groups: a worker that learns of one can join its stage at once."""
+    return tuple(
+        (
+            *one.essence,
+            *(
+                reached_at(each, facts.nodes, facts.workers, one.instance_id)
+                for each in one.members
+            ),
+        )
+        for one in holds
+    )
 
 
 class _Receivers(Generic[Key, Message]):

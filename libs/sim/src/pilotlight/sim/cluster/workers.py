@@ -234,6 +234,7 @@ class Worker:
                 in_flight=one.in_flight,
                 idle_s=0.0 if one.in_flight else now_s - one.idle_since_s,
                 reason=one.reason,
+                open=one.state is HeldState.READY and one.stage != one.model.spec.whole,
             )
             for one in self.held.values()
         )

@@ -1,0 +1,153 @@
+"""How a group gets the room to become one worker, on a real bus, with the test as the cache."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from pilotlight.common.bus import Bus
+from pilotlight.common.errors import HostPoolFull, PilotlightError
+from pilotlight.common.messages.room import RESERVE_SUBJECT, Reserve, Reserved
+from pilotlight.common.waiting import cancel_all
+from pilotlight.policy.cluster import NodeFacts
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.growing import plan_growth
+from pilotlight.policy.control.reconcile import moved
+from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
+from pilotlight.policy.instance import InstanceEvent
+from pilotlight.policy.model import Stage
+from pilotlight.policy.plan import Instance, InstanceState
+from pilotlight.policy.testing import NOW_S, instance, model
+from pilotlight.scheduler.book import Book
+from pilotlight.scheduler.grower import Grower
+from pilotlight.scheduler.room import RoomClient
+
+pytestmark = pytest.mark.anyio
+
+WHOLE, FRONT, BACK = Stage(0, 4), Stage(0, 2), Stage(2, 4)
+MODEL = model()
+
+
+@dataclass(eq=False)
+class Rig:
+    """A grower with a book, as the leader's term has it, and the cache that it asks."""
+
+    bus: Bus
+    book: Book = field(default_factory=Book)
+    refusals: list[PilotlightError] = field(default_factory=list[PilotlightError])
+    asked: list[Reserve] = field(default_factory=list[Reserve])
+    released: list[GrantId] = field(default_factory=list[GrantId])
+    tasks: list[asyncio.Task[None]] = field(default_factory=list["asyncio.Task[None]"])
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.grower = Grower(
+            book=self.book,
+            room=RoomClient(self.bus, Epoch(1), self, lambda _: ()),
+            effects=self,
+            spawn=lambda work, name: self.tasks.append(asyncio.create_task(work, name=name)),
+            wake=self.woken.set,
+        )
+
+    async def on_reserve(self, ask: Reserve) -> Reserved:
+        self.asked.append(ask)
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return Reserved(grant_id=GrantId(f"grown-{len(self.asked)}"))
+
+    # Effects.
+
+    def check(self) -> None:
+        """It leads."""
+
+    def instance(self, instance_id: InstanceId) -> Instance | None:
+        record = self.book.get(instance_id)
+        return record.instance if record is not None else None
+
+    def is_awaited(self, model: ModelName) -> bool:
+        return False
+
+    def nodes(self) -> Mapping[NodeId, NodeFacts]:
+        return {}
+
+    def release(self, grant_id: GrantId) -> None:
+        self.released.append(grant_id)
+
+
+@pytest.fixture
+async def rig(bus: Bus) -> AsyncIterator[Rig]:
+    made = Rig(bus)
+    serving = await bus.serve(RESERVE_SUBJECT, Reserve, made.on_reserve)
+    one = instance(state=InstanceState.READY, since_s=NOW_S)
+    places = tuple(
+        replace(
+            one.placements[0],
+            worker_id=WorkerId(f"w{at}"),
+            stage=stage,
+            device_bytes=100 - 60 * at,
+            grant_id=GrantId(f"g{at}"),
+        )
+        for at, stage in enumerate((FRONT, BACK))
+    )
+    made.book.put(Record(instance=replace(one, placements=places), model=MODEL))
+    yield made
+    await cancel_all(made.tasks)
+    await serving.end()
+
+
+def group(rig: Rig) -> Instance:
+    (record,) = rig.book.rows()
+    return record.instance
+
+
+def begin(rig: Rig) -> None:
+    rig.grower.begin(plan_growth(rig.book.rows()))
+
+
+async def test_a_group_is_written_down_when_it_has_room_for_all_parts(rig: Rig) -> None:
+    """One task asks, however often it is ordered, and again when it is refused."""
+    rig.refusals = [HostPoolFull("the pool is full")]
+    begin(rig)
+    begin(rig)
+    assert rig.grower.take() == ()
+    await rig.woken.wait()
+    assert len(rig.tasks) == 1
+    assert [(one.worker_id, one.generation, one.host_parts) for one in rig.asked] == [
+        ("w0", group(rig).generation + 1, tuple(range(6)))
+    ] * 2
+    (growth,) = rig.grower.take()
+    after = moved(group(rig), growth.change, Epoch(1), NOW_S)
+    assert after.state is InstanceState.CONSOLIDATING
+    assert after.generation == rig.asked[0].generation
+    assert [(one.stage, one.grant_id) for one in after.placements] == [
+        (WHOLE, "grown-2"),
+        (BACK, "g1"),
+    ]
+    assert growth.decision.reasons == (growth.change.reason,)
+    assert rig.released == []
+
+
+async def test_room_for_a_group_that_has_ended_is_given_back(rig: Rig) -> None:
+    begin(rig)
+    await rig.woken.wait()
+    drained = replace(group(rig), state=InstanceState.DRAINING)
+    rig.book.put(Record(instance=drained, model=MODEL))
+    assert rig.grower.take() == ()
+    assert rig.released == ["grown-1"]
+
+
+async def test_nothing_more_is_asked_for_a_group_that_fails(rig: Rig) -> None:
+    """A later group of the same kind is asked for anew."""
+    rig.refusals = [HostPoolFull("the pool is full")]
+    before = group(rig)
+    begin(rig)
+    rig.book.put(Record(instance=replace(before, state=InstanceState.FAILED), model=MODEL))
+    await asyncio.wait(rig.tasks)
+    assert len(rig.asked) <= 1
+    rig.refusals = []
+    rig.book.put(Record(instance=before, model=MODEL))
+    begin(rig)
+    await rig.woken.wait()
+    (growth,) = rig.grower.take()
+    assert growth.change.events == (InstanceEvent.CONSOLIDATION_STARTED,)

@@ -1,0 +1,161 @@
+"""A model that several nodes bring together: a start of two stages that becomes one worker while it
+answers, in a whole system of two nodes.
+"""
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded_system import DEMO_FOLDER, RunningSystem, copied, eventually, running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LINK = "40mbit"
+"""The demo model's 14 MB take one node 2.8 s."""
+SLO_MS = 2_400.0
+"""Enough for two nodes, and not for one."""
+TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[RunningSystem]:
+    with tempfile.TemporaryDirectory(prefix="pilotlight-e2e-") as folder:
+        os.chmod(folder, 0o711)
+        environment = {
+            "PILOTLIGHT_MAX_STAGES": "2",
+            "PILOTLIGHT_THREADS": "1",
+            "PILOTLIGHT_POOL_BYTES": str(64 << 20),
+            "PILOTLIGHT_DEVICE_BYTES": str(512 << 20),
+            # The stream lasts for as long as a stage takes to grow, on whatever machine.
+            "PILOTLIGHT_FAULTS": "step=0.03",
+        }
+        arguments = ("--workers", "1", "--nodes", "2", "--link", LINK)
+        with running(Path(folder) / "home", *arguments, environment=environment) as started:
+            yield started
+
+
+def added(system: RunningSystem, model: str, folder: Path, slo_ms: float = SLO_MS) -> None:
+    """In float32, so that stages round as one worker does."""
+    slo = ("--ttft-ms", str(slo_ms), "--dtype", "float32")
+    system.cli("model", "add", model, str(folder), *slo)
+
+
+def added_cold(system: RunningSystem, model: str) -> None:
+    """Another checkpoint, of which nothing lies in a host pool, when both workers are free."""
+    eventually(lambda: list(held(system).values()) == [[], []])
+    added(system, model, copied(system.home / "models", model))
+
+
+def workers_of(system: RunningSystem, node_id: str) -> list[int]:
+    """Processes of the one worker of a node."""
+    run, state = system.home / "run", system.home / "state"
+    (name,) = (
+        one for one in ("", "node-2") if (state / one / "node-id").read_text().strip() == node_id
+    )
+    return [int(path.stem.rpartition("-")[2]) for path in (run / name).glob("worker-*.sock")]
+
+
+def said(system: RunningSystem, model: str, tokens: int = TOKENS) -> str:
+    with system.openai() as client:
+        answer = client.completions.create(
+            model=model,
+            prompt="Once upon a time",
+            temperature=0,
+            max_tokens=tokens,
+            extra_body={"ignore_eos": True},
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == tokens, "every token, once"
+    return answer.choices[0].text
+
+
+def instances(system: RunningSystem, model: str) -> list[dict[str, Any]]:
+    with system.admin() as admin:
+        found = admin.get("/instances").json()["instances"]
+    return [{**one["body"], **one} for one in found if one["model"] == model]
+
+
+def group(system: RunningSystem, model: str, state: str) -> dict[str, Any]:
+    """The instance of two stages of a model that is in a state."""
+    return next(
+        (
+            one
+            for one in instances(system, model)
+            if one["state"] == state and len(one["placements"]) == 2
+        ),
+        {},
+    )
+
+
+def held(system: RunningSystem) -> dict[str, list[str]]:
+    """Models on each worker whose engine is up."""
+    with system.admin() as admin:
+        workers = admin.get("/workers").json()["workers"]
+    return {
+        one["worker_id"]: [stage["model"] for stage in one["held"]]
+        for one in workers
+        if one["engine_up"] and one["liveness"] == "alive"
+    }
+
+
+@pytest.fixture(scope="module")
+def text(system: RunningSystem) -> str:
+    """What the model says that one worker loaded alone."""
+    added(system, "alone", DEMO_FOLDER, slo_ms=60_000.0)
+    spoken = said(system, "alone")
+    assert len(instances(system, "alone")[0]["placements"]) == 1
+    system.cli("model", "rm", "alone")
+    return spoken
+
+
+def test_two_nodes_bring_a_model_and_one_goes_on_with_it(system: RunningSystem, text: str) -> None:
+    """The request that waited is answered by the pipeline and then by one worker."""
+    added_cold(system, "shared")
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(said, system, "shared")
+        stages = eventually(lambda: group(system, "shared", "consolidating"))["placements"]
+        assert not answer.done(), "it consolidates while it answers"
+        assert answer.result() == text
+    (whole,) = instances(system, "shared")
+    (placement,) = whole["placements"]
+    lead, released = (one["worker_id"] for one in stages)
+    assert (whole["state"], placement["worker_id"]) == ("ready", lead)
+    assert eventually(lambda: held(system).get(released) == []), "it is free for any model"
+    assert said(system, "shared") == text
+    with system.admin() as admin:
+        decisions = admin.get("/decisions", params={"model": "shared"}).json()["decisions"]
+    kinds = {one["kind"] for one in decisions if one["instance_id"] == whole["instance_id"]}
+    assert kinds == {"cold_start", "consolidation"}
+    system.cli("model", "rm", "shared")
+
+
+@pytest.mark.parametrize("at", [-1, 0], ids=["last", "lead"])
+def test_a_request_goes_on_elsewhere_when_a_stage_dies(
+    system: RunningSystem, text: str, at: int
+) -> None:
+    """Every token once, whatever the group had said before; no stage stays behind."""
+    name = f"lost{at}"
+    added_cold(system, name)
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(said, system, name)
+        stages = eventually(
+            lambda: group(system, name, "ready") or group(system, name, "consolidating")
+        )["placements"]
+        for pid in workers_of(system, stages[at]["node_id"]):
+            os.kill(pid, signal.SIGKILL)
+        assert answer.result() == text
+
+    def is_alone() -> bool:
+        serving = [one for one in instances(system, name) if one["state"] == "ready"]
+        workers = [place["worker_id"] for one in serving for place in one["placements"]]
+        return len(workers) == 1 and workers == [
+            worker for worker, models in held(system).items() if models
+        ]
+
+    eventually(is_alone)
+    system.cli("model", "rm", name)
