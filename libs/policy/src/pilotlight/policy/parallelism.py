@@ -102,7 +102,9 @@ def choose_scheme(
     fleet = fleet or Fleet.of(snapshot.workers)
     if not found.fitting and not found.makeable:  # 1
         return _none(model, fleet, found.rejected)
-    chosen = choose_with(model, (*found.fitting, *found.makeable), snapshot, choice, known or KnownStarts())  # 2
+    chosen = choose_with(
+        model, (*found.fitting, *found.makeable), snapshot, choice, known or KnownStarts()
+    )  # 2
     if chosen is None:
         none = _none(model, fleet, found.rejected)
         return replace(none, reason=f"{none.reason}, or what runs there would be late")
