@@ -11,9 +11,9 @@ from plain_control import Said, plain_tick, said
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import ReconcileRules
-from pilotlight.policy.control.shortlist import CONSIDERED
 from pilotlight.policy.control.testing import COPIES, LargeCluster, Size
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.parallelism import CONSIDERED
 from pilotlight.policy.testing import NOW_S
 from pilotlight.policy.turns import TurnRules
 

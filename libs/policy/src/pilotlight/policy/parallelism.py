@@ -1,7 +1,8 @@
 """The cold-start scheme: how many workers share a model's first start, which, and with which
 layers.
 
-A policy of ``coldstart`` chooses workers, stages and sources, for no more stages than its rules
+Without a policy of ``coldstart`` every scheme has one stage, on the worker with the least predicted
+time. With one, its policy chooses workers, stages and sources, for no more stages than its rules
 allow.
 """
 
@@ -12,17 +13,18 @@ from dataclasses import dataclass, field, replace
 from pilotlight.policy.cluster import HealthState, WorkerFacts
 from pilotlight.policy.coldstart.chosen import ChoiceRules, KnownStarts, choose_with
 from pilotlight.policy.coldstart.cuts import even_stages
-from pilotlight.policy.cost import stage_room
+from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
 from pilotlight.policy.eviction.base import EvictionPlan
 from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.placement import (
+    Candidate,
     PlacementRules,
     Rejection,
     candidates,
     eviction_plan,
 )
-from pilotlight.policy.plan import Scheme, Snapshot
+from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,8 @@ class SchemeRules:
     """Bounds of the choice."""
 
     placement: PlacementRules = field(default_factory=PlacementRules)
-    choice: ChoiceRules = field(default_factory=ChoiceRules)
-    """The policy of ``coldstart`` that chooses."""
+    choice: ChoiceRules | None = None
+    """The policy of ``coldstart`` that chooses; None: the least predicted time to first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,10 @@ class Fleet:
             workers=len(listed),
             sizes=Counter((one.granule_bytes, one.memory_bytes) for one in known),
         )
+
+
+CONSIDERED = 8
+"""Schemes that a choice tells of, the best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,53 +86,110 @@ def choose_scheme(
     fleet: Fleet | None = None,
     known: KnownStarts | None = None,
 ) -> SchemeChoice:
-    """Choose how to start a model that has too few instances (ParaServe, algorithm 1).
+    """Choose how to start a model that has too few instances.
+
+    ParaServe, algorithm 1 (section 4.1), for s = 1 and w = 1, unless the rules name a policy, which
+    then has the choice in the place of rules 2 to 5 (``coldstart.chosen``). It departs in rules 3
+    and 4, which the paper does not have.
 
     Args:
         model: Which is to be started.
         snapshot: The facts. They may be of those workers alone that can be the answer
             (``control.rooms``).
-        rules: Bounds of the choice, and its policy.
+        rules: Bounds of the choice.
         excluding: Workers that have just refused, or are left to others.
         fleet: All workers, in numbers; None: the snapshot's are all.
-        known: What was learned, and the fetches that run; None: nothing yet, and none.
+        known: What was learned, and the fetches that run; for a policy alone.
 
-    1. no worker has room for a stage, and none can be made: no scheme
-    2. the policy chooses (``coldstart.chosen``); it may find that what runs would be late
-    3. one worker that must make room says what it would evict, at what loss
+    1. no worker has room and none can be made: no scheme
+    2. predict the time to first token on every candidate
+    3. prefer a worker on which the model has not just failed, then one whose device is not degraded
+    4. then one that meets the SLO, then one with free room over one where something must be evicted
+    5. then the least predicted time to first token; ties by worker id
     """
-    choice = rules.choice
+    whole = model.spec.whole
+    if rules.choice is not None:
+        return _by_policy(
+            model, snapshot, rules, rules.choice, excluding, fleet, known or KnownStarts()
+        )
+    found = candidates(model, whole, snapshot, rules.placement, excluding)
+    if not found.fitting and not found.makeable:  # 1
+        return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected)
+    ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme, Candidate]] = []
+    for candidate in (*found.fitting, *found.makeable):
+        scheme = _whole_on(model, candidate, snapshot)  # 2
+        misses_slo = not _meets_slo(model, scheme)
+        evicts = candidate in found.makeable
+        worker, ttft_s = candidate.worker, scheme.predicted_ttft_s
+        key = (
+            candidate.failed_here,
+            candidate.degraded,
+            misses_slo,
+            evicts,
+            ttft_s,
+            worker.worker_id,
+        )  # 3 - 5
+        ranked.append((key, scheme, candidate))
+    ranked.sort(key=lambda one: one[0])
+    (failed_here, degraded, misses_slo, evicts, _, worker_id), scheme, chosen = ranked[0]
+    eviction = eviction_plan(model, whole, chosen, snapshot, rules.placement) if evicts else None
+    notes = [
+        f"{worker_id} gives the first token in {scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"
+    ]
+    notes += ["the model has just failed there, and there is no other"] if failed_here else []
+    notes += ["its device is degraded, and there is no other"] if degraded else []
+    notes += (
+        [f"room must be made first: {eviction.reason}, at a loss of {eviction.loss:.3g}"]
+        if eviction is not None
+        else []
+    )
+    return SchemeChoice(
+        scheme=scheme,
+        meets_slo=not misses_slo,
+        needs_eviction=evicts,
+        eviction=eviction,
+        considered=tuple(one for _, one, _ in ranked[:CONSIDERED]),
+        rejected=found.rejected,
+        reason="; ".join(notes),
+    )
+
+
+def _by_policy(
+    model: Model,
+    snapshot: Snapshot,
+    rules: SchemeRules,
+    choice: ChoiceRules,
+    excluding: frozenset[WorkerId],
+    fleet: Fleet | None,
+    known: KnownStarts,
+) -> SchemeChoice:
+    """What a policy of ``coldstart`` chooses.
+
+    Args:
+        model: To be started.
+        snapshot: The facts.
+        rules: Bounds of placements.
+        choice: The policy.
+        excluding: Workers that may not be chosen.
+        fleet: All workers, in numbers.
+        known: What was learned, and the fetches that run.
+    """
     size = min(choice.start.max_stages, model.spec.num_layers)
     least = min(even_stages(model.spec, size), key=model.device_bytes)
     found = candidates(model, least, snapshot, rules.placement, excluding)
     fleet = fleet or Fleet.of(snapshot.workers)
-    if not found.fitting and not found.makeable:  # 1
+    if not found.fitting and not found.makeable:
         return _none(model, fleet, found.rejected)
-    chosen = choose_with(
-        model, (*found.fitting, *found.makeable), snapshot, choice, known or KnownStarts()
-    )  # 2
+    chosen = choose_with(model, (*found.fitting, *found.makeable), snapshot, choice, known)
     if chosen is None:
         none = _none(model, fleet, found.rejected)
         return replace(none, reason=f"{none.reason}, or what runs there would be late")
     scheme, eviction = chosen.scheme, None
-    if chosen.evicts and scheme.pipeline_size == 1:  # 3
+    if chosen.evicts and scheme.pipeline_size == 1:
         eviction = eviction_plan(
             model, model.spec.whole, chosen.candidates[0], snapshot, rules.placement
         )
     places = ", ".join(one.worker_id for one in scheme.placements)
-    verb = "give" if scheme.pipeline_size > 1 else "gives"
-    notes = [
-        f"{choice.policy.value}: {places} {verb} the first token in "
-        f"{scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s"
-    ]
-    if any(one.failed_here for one in chosen.candidates):
-        notes.append("the model has just failed there, and there is no other")
-    if any(one.degraded for one in chosen.candidates):
-        notes.append("the device is degraded, and there is no other")
-    if eviction is not None:
-        notes.append(
-            f"room must be made first: {eviction.reason}, at a loss of {eviction.loss:.3g}"
-        )
     return SchemeChoice(
         scheme=scheme,
         meets_slo=chosen.meets_slo,
@@ -134,7 +197,36 @@ def choose_scheme(
         eviction=eviction,
         considered=(scheme, *chosen.alternatives),
         rejected=found.rejected,
-        reason="; ".join(notes),
+        reason=f"{choice.policy.value}: {places} give the first token in "
+        f"{scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s",
+    )
+
+
+def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
+    whole = model.spec.whole
+    estimate = estimate_for(model, candidate.worker.device.kind, snapshot.estimates)
+    cost = stage_cost(model, whole, candidate.worker, candidate.node, estimate)
+    placement = Placement(
+        worker_id=candidate.worker.worker_id,
+        node_id=candidate.node.node_id,
+        stage=whole,
+        device_bytes=stage_room(model, whole, candidate.worker.device.granule_bytes).granted_bytes(
+            candidate.free_bytes
+        ),
+    )
+    return Scheme(
+        pipeline_size=1,
+        full_memory_workers=1,
+        placements=(placement,),
+        predicted_ttft_s=group_ttft_s((cost,)),
+        predicted_tpot_s=group_tpot_s((cost,)),
+    )
+
+
+def _meets_slo(model: Model, scheme: Scheme) -> bool:
+    return (
+        scheme.predicted_ttft_s * 1000 <= model.slo.ttft_ms
+        and scheme.predicted_tpot_s * 1000 <= model.slo.tpot_ms
     )
 
 

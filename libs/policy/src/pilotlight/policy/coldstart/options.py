@@ -48,14 +48,9 @@ class Option:
         return offer.links if offer is not None and self.fetch_bytes > 0 else ()
 
     @property
-    def fit(self) -> tuple[int, str]:
-        """The tightest first; ties by worker id."""
-        return self.assigned.server.free_bytes, self.assigned.server.worker_id
-
-    @property
-    def rank(self) -> tuple[float, int, str]:
-        """The soonest ready first, of these the tightest."""
-        return self.cost.through_s(), *self.fit
+    def rank(self) -> tuple[float, str]:
+        """The soonest ready first."""
+        return self.cost.through_s(), self.assigned.server.worker_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ def stage_options(
 
     1. servers with room for it, or for the whole model, from each place that has what they miss
     2. not over links on which a running fetch would be late
-    3. of workers of one node that look alike the one with the least room
+    3. of workers of one node that look alike the first
     4. links that every option of another stage uses are shared with that stage, whatever is chosen
     5. on the best nodes by their own terms
 
@@ -158,7 +153,7 @@ def _options(
                 alike = (full, at, of_workers[server.worker_id], on_nodes[server.node_id])
                 option = Option(assigned, room, size, limit, cost, alike)
                 key = (server.node_id, *alike[:3])
-                if key not in best or option.fit < best[key].fit:  # 3
+                if key not in best or option.rank[1] < best[key].rank[1]:  # 3
                     best[key] = option
     return list(best.values())
 

@@ -39,8 +39,7 @@ def choose_start(
        chosen cannot become better than the best so far, and of nodes that are alike one is tried
     5. a choice that would make a running fetch late is none (``FetchBooks.refusal``)
     6. the least s with a scheme that meets the SLO; without one, the least TTFT of any s
-    7. of equal schemes the tightest fit
-    8. after ``rules.max_steps`` steps the best so far, once there is one: the servers that are
+    7. after ``rules.max_steps`` steps the best so far, once there is one: the servers that are
        ready the soonest are tried first
     """
     best: StartScheme | None = None
@@ -61,7 +60,7 @@ def choose_start(
 
 @dataclass(slots=True)
 class _Search:
-    """Rules 4, 5, 7 and 8 for one s and w."""
+    """Rules 4, 5 and 7 for one s and w."""
 
     request: StartRequest
     rules: StartRules
@@ -96,7 +95,7 @@ class _Search:
         """Choose the stages from ``at`` on, ``full`` of them with room for the whole model."""
         if at == len(self.stages):
             scheme = predict(self.request, [one.assigned for one in self._chosen], self.rules)
-            if not scheme.refusal and (self.best is None or scheme.rank < self.best.rank):  # 5, 7
+            if not scheme.refusal and (self.best is None or scheme.order < self.best.order):  # 5
                 self.best = scheme
             return
         stage, left = self.stages[at], len(self.stages) - at
@@ -107,7 +106,7 @@ class _Search:
         for option in stage.options:
             if following_s + option.cost.through_s() > self._latest_s():
                 break  # As all that follow: the soonest come first.
-            if self.steps is not None:  # 8
+            if self.steps is not None:  # 7
                 if self.steps <= 0 and self.best is not None:
                     break
                 self.steps -= 1
@@ -149,10 +148,10 @@ class _Search:
             following_s += option.cost.prefill_s
             decode_s += option.cost.decode_s + self._hop_s
             size_bytes += option.room_bytes
-        ttft_s, size = request.waited_s + latest_s - ROUNDING_S, len(self.stages)
+        ttft_s, size = request.waited_s + latest_s, len(self.stages)
         if ttft_s * 1000 <= slo.ttft_ms and decode_s * 1000 <= slo.tpot_ms:
-            return (False, size, size_bytes, ttft_s) <= self.best.order
-        return (True, ttft_s, size, size_bytes) <= self.best.order
+            return (False, size, size_bytes, ttft_s) < self.best.order
+        return (True, ttft_s, size, size_bytes) < self.best.order
 
     def _least_bytes(self, full: int) -> int:
         """Room of the stages that are not chosen yet: full memory where it costs least more."""

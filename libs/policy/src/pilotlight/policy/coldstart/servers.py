@@ -157,8 +157,6 @@ class StageChoice:
     stage: Stage
     full: bool
     device_bytes: int
-    left_bytes: int
-    """Room of its worker that it leaves to others."""
     source: str
     fetch_bytes: int
     links: tuple[LinkName, ...]
@@ -204,13 +202,6 @@ class StartScheme:
         if self.meets_slo:
             return (False, self.size, self.device_bytes, self.ttft_s)
         return (True, self.ttft_s, self.size, self.device_bytes)
-
-    @property
-    def rank(self) -> tuple[tuple[bool, float, float, float], int]:
-        """Its order, then the tightest fit: of equal schemes the one whose workers have the least
-        room left, so that large devices stay free for what fits nowhere else.
-        """
-        return self.order, sum(stage.left_bytes for stage in self.stages)
 
     def newcomers(self, instance: str) -> tuple[Newcomer, ...]:
         """Its fetches, for the books."""
@@ -260,7 +251,6 @@ def predict(request: StartRequest, chosen: Sequence[Assigned], rules: StartRules
                 stage=one.stage,
                 full=one.full,
                 device_bytes=room.least_bytes,
-                left_bytes=one.server.free_bytes - room.least_bytes,
                 source=one.offer.source if one.offer is not None else "",
                 fetch_bytes=fetch_bytes,
                 links=one.offer.links if one.offer is not None else (),

@@ -134,9 +134,10 @@ class Draft:
             return
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
-        begun = [one for record in records if record.tentative for one in newcomers(record)]
-        if begun:
-            self._book(self.fetches.admit(begun, self.facts.now_s))
+        if self.rules.scheme.choice is not None:
+            begun = [one for record in records if record.tentative for one in newcomers(record)]
+            if begun:
+                self._book(self.fetches.admit(begun, self.facts.now_s))
         self.place(
             {placement.worker_id for one in records for placement in one.instance.placements}
         )
@@ -204,7 +205,9 @@ class Draft:
     def follow_fetches(
         self, instances: AbstractSet[InstanceId], nodes: AbstractSet[NodeId]
     ) -> None:
-        """Bring the books of fetches up to what was heard."""
+        """Bring the books of fetches up to what was heard, where a policy asks for them."""
+        if self.rules.scheme.choice is None:
+            return
         facts = self.facts
         heard = (one for name in sorted(nodes) if (one := facts.nodes.get(name)) is not None)
         self._book(
@@ -251,8 +254,8 @@ class Draft:
         """What a choice will see of a node's link: with what is booked there and not reported
         yet, and with what it was found to give.
         """
-        if node is None:
-            return LinkUse(0)
+        if node is None or self.rules.scheme.choice is None:
+            return LinkUse(len(node.transfers) if node is not None else 0)
         booked = len(self.fetches.on.get(incoming(node.node_id), ()))
         slowness = self.facts.timings.slowness(node.node_id, node.nic_bytes_per_s)
         return LinkUse(max(booked, len(node.transfers)), slowness)
@@ -277,8 +280,10 @@ class Draft:
         return room_on(worker, self._here(worker), rules)
 
     @property
-    def known_starts(self) -> KnownStarts:
-        """What a policy of ``coldstart`` knows."""
+    def known_starts(self) -> KnownStarts | None:
+        """What a policy of ``coldstart`` knows; None where none is asked."""
+        if self.rules.scheme.choice is None:
+            return None
         return KnownStarts(timings=self.facts.timings, fetches=self.fetches)
 
     # Slices of the world.

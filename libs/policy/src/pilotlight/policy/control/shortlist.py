@@ -11,13 +11,12 @@ from pilotlight.policy.control.rooms import Exact
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.model import Model
+from pilotlight.policy.parallelism import CONSIDERED
 from pilotlight.policy.placement import PlacementRules
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import Demand
 from pilotlight.policy.turns import TurnRules
 
-CONSIDERED = 8
-"""Of each shape: workers among which one start is chosen."""
 NEAREST = 4
 """Of each shape: workers with the most room, to say why a model fits nowhere."""
 

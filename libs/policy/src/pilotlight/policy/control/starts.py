@@ -313,7 +313,7 @@ def choose_among(
     if not workers and not explained:
         seen = draft.slice((model.name,), demand=ours)
         return seen, choose_scheme(model, seen, rules.scheme, excluded, fleet, known)
-    in_groups = rules.scheme.choice.start.max_stages > 1
+    in_groups = rules.scheme.choice is not None and rules.scheme.choice.start.max_stages > 1
     if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:
         workers |= nearest(draft, rules.explained_workers)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))

@@ -154,17 +154,19 @@ def rules_of(scenario: Scenario, contender: Contender) -> ControlRules:
     nothing dies, since nothing is lost then.
     """
     lossless = not scenario.failures
-    choice = ChoiceRules(
-        policy=contender.start,
-        start=StartRules(
-            max_stages=contender.max_stages,
-            proportional_shares=scenario.proportional_shares,
-            streaming=False,
-            least_full=1,
-            max_steps=MAX_STEPS,
-        ),
-        bare=not contender.warm,
-    )
+    choice = None
+    if contender.start is not None:
+        choice = ChoiceRules(
+            policy=contender.start,
+            start=StartRules(
+                max_stages=contender.max_stages,
+                proportional_shares=scenario.proportional_shares,
+                streaming=False,
+                least_full=1,
+                max_steps=MAX_STEPS,
+            ),
+            bare=not contender.warm,
+        )
     return ControlRules(
         reconcile=ReconcileRules(
             term_started_s=LONG_AGO_S,
