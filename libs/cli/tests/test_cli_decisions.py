@@ -8,7 +8,7 @@ STARTED: dict[str, Any] = {
     "decision_id": "dec-1",
     "kind": "cold_start",
     "instance_id": "i1",
-    "reasons": ["1 requests wait"],
+    "reasons": ["1 request waits"],
     "outcome": {
         "meets_slo": True,
         "scheme": {
@@ -29,7 +29,7 @@ REFUSED: dict[str, Any] = {
     "decision_id": "dec-2",
     "kind": "cold_start",
     "instance_id": None,
-    "reasons": ["1 requests wait", "w1: no room"],
+    "reasons": ["1 request waits", "w1: no room"],
     "outcome": {"refused": "no_room", "message": "none of 2 workers has room"},
 }
 OPEN = {"status": "open", "instance_id": "i1", "phases": [{"name": "fetch"}]}

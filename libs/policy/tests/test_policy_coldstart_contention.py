@@ -90,6 +90,18 @@ def test_sources_have_books_too() -> None:
     assert books.refusal([newcomer("b", 10, 10.0, (other, SOURCE))], 0.0) == "a would be late"
 
 
+def test_a_fetch_from_which_newcomers_take_nothing_has_no_say() -> None:
+    """Late beside another one, in time alone: that closes its own link, not the source that all
+    models share and that is never the bottleneck.
+    """
+    other, everyone = incoming(NodeId("other")), outgoing("s3://all")
+    books = FetchBooks(capacities={NODE: 100.0, other: 100.0}).admit(
+        [newcomer("a", 800, 10.0, (NODE, everyone)), newcomer("b", 800, math.inf, (NODE,))], 0.0
+    )
+    assert books.refusal([newcomer("c", 10, math.inf, (NODE, everyone))], 0.0) is not None
+    assert books.refusal([newcomer("c", 10, math.inf, (other, everyone))], 0.0) is None
+
+
 def test_newcomers_of_one_decision_are_counted_together() -> None:
     one = newcomer("a", 300, 10.0, (SOURCE,))
     three = [newcomer(key, 600, 10.0, (SOURCE,)) for key in "abc"]

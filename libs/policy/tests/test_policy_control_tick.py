@@ -39,7 +39,7 @@ def facts(*records: Record, **more: object) -> ControlFacts:
 
 def test_a_waiting_request_is_a_start_and_an_idle_tick_is_only_repetition() -> None:
     plan = tick(facts(demand=(demand("m", 1),)), Memory(), CONTROL)
-    assert [(order.model.name, order.reason) for order in plan.start] == [("m", "1 requests wait")]
+    assert [(order.model.name, order.reason) for order in plan.start] == [("m", "1 request waits")]
     assert {one.worker_id for one in plan.tell.workers} == {"w0", "w1"}
     again = tick(facts(), plan.memory, CONTROL)
     assert (again.start, again.drain, again.tell, again.repeat) == ((), (), Holds(), Holds())

@@ -51,7 +51,7 @@ class Rows:
                 at=self.now - timedelta(seconds=ago_s),
                 inputs={"large": 1},
                 outcome={"scheme": None},
-                reasons=["1 requests wait"],
+                reasons=["1 request waits"],
             )
         )
 
@@ -115,7 +115,7 @@ async def test_one_record_is_shown_whole(world: AdminWorld, rows: Rows) -> None:
     start = (await world.http.get("/cold-starts/inst-1")).json()
     assert (start["status"], start["phases"], start["ttft_s"]) == ("open", [], None)
     decision = (await world.http.get("/decisions/dec-1")).json()
-    assert (decision["inputs"], decision["reasons"]) == ({"large": 1}, ["1 requests wait"])
+    assert (decision["inputs"], decision["reasons"]) == ({"large": 1}, ["1 request waits"])
     for path in ("/cold-starts/inst-2", "/decisions/dec-2"):
         answer = await world.http.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

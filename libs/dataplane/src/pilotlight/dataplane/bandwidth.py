@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.waiting import pause
+from pilotlight.dataplane.fair_turns import Turn
 from pilotlight.dataplane.priority_semaphore import (
     Permit,
     PrioritySemaphore,
@@ -102,11 +103,13 @@ class BandwidthLimit:
         """Whether everything comes at once."""
         return self._schedule is None
 
-    async def take(self, size_bytes: int, rank: Rank = in_order_of_arrival) -> None:
+    async def take(
+        self, size_bytes: int, rank: Rank = in_order_of_arrival, turn: Turn | None = None
+    ) -> None:
         """Return when these bytes have come over the link, at once where there is no limit.
 
         The higher rank comes first, also between the bytes of a lower one; among equals, the first
-        that asked.
+        that asked. ``turn`` counts what it lets through.
         """
         if self._schedule is None or self._bytes_per_s is None:
             return
@@ -119,6 +122,8 @@ class BandwidthLimit:
                 before, permit = permit, None
                 permit = await self._permits.take(lambda: (*rank(), mine), after=before)
                 now = min(left, quantum_bytes)
+                if turn is not None:
+                    turn.took(now)
                 await pause(self._schedule.take(self._clock.monotonic_s(), now))
                 left -= now
         finally:

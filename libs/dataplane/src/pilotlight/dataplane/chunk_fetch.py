@@ -178,20 +178,26 @@ class ChunkFetch:
     async def _try(
         self, origin: Origin, place: tuple[int, int], chunk: Chunk, fill: ChunkFill
     ) -> None:
+        """Read it from one origin.
+
+        Its rank is how much the part matters, then what the fetch has had of the link: of two cold
+        starts the later one, whose first parts are missing, does not hold up the other one's last.
+        """
         recalled, lane = asyncio.Event(), self.lanes.of(origin)
+        with lane.turns.of(self.reading) as turn:
 
-        def rank() -> tuple[int, ...]:
-            return (*self.rank(place[0]), *place)
+            def rank() -> tuple[int, ...]:
+                return (*self.rank(place[0]), turn.had_bytes, *place)
 
-        async with lane.permit(fill.left_bytes, rank, recalled) as progress:
-            work = fill.begin(origin.name, progress, trusted=origin.trusted)
-            try:
-                what = f"part {place[0]} of {self.model.name} from {origin.name}"
-                await self.reading.run(
-                    what, lambda _: origin.read(place[0], chunk, work), progress, rank, recalled
-                )
-            finally:
-                work.revoke()
+            async with lane.permit(fill.left_bytes, rank, recalled, turn) as progress:
+                work = fill.begin(origin.name, progress, trusted=origin.trusted)
+                try:
+                    what = f"part {place[0]} of {self.model.name} from {origin.name}"
+                    await self.reading.run(
+                        what, lambda _: origin.read(place[0], chunk, work), progress, rank, recalled
+                    )
+                finally:
+                    work.revoke()
 
     def _set_aside(self, origin: Origin, error: PilotlightError) -> None:
         if origin.name in self._aside:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pilotlight.common.clock import Clock
 from pilotlight.dataplane.bandwidth import BandwidthLimit, SourceLimits, is_of_this_host
 from pilotlight.dataplane.concurrency import Concurrency
+from pilotlight.dataplane.fair_turns import FairTurns, Turn
 from pilotlight.dataplane.origin import Origin
 from pilotlight.dataplane.priority_semaphore import PrioritySemaphore, Rank, unless_recalled
 from pilotlight.dataplane.readers import ReadProgress
@@ -45,6 +46,8 @@ class Lane:
             limits.least, limits.most, limits.local if is_local else limits.least
         )
         self._permits = PrioritySemaphore(self._concurrency.limit)
+        self.turns = FairTurns()
+        """Of the fetches that use the link."""
         self._running: set[ReadProgress] = set()
         self._ended_bytes = 0
         self._since_s = 0.0
@@ -63,9 +66,15 @@ class Lane:
 
     @asynccontextmanager
     async def permit(
-        self, size_bytes: int, rank: Rank, recalled: asyncio.Event
+        self, size_bytes: int, rank: Rank, recalled: asyncio.Event, turn: Turn | None = None
     ) -> AsyncGenerator[ReadProgress]:
         """One read of ``size_bytes``, once the link has room for it.
+
+        Args:
+            size_bytes: All of it.
+            rank: Among all that wait.
+            recalled: Set when a higher rank waits.
+            turn: Counts what it gets; for a rank that follows from that.
 
         Raises:
             Recalled: ``recalled`` was set while it was waited for.
@@ -77,7 +86,9 @@ class Lane:
         self._running.add(progress)
         try:
             if not self._limit.is_none:
-                await unless_recalled(recalled, self._limit.take(size_bytes, rank))
+                await unless_recalled(recalled, self._limit.take(size_bytes, rank, turn))
+            elif turn is not None:
+                turn.took(size_bytes)
             yield progress
         finally:
             self._running.discard(progress)

@@ -213,7 +213,8 @@ def _grow(
     if failed_starts_s(model, snapshot):
         count = min(count, max(0, 1 - starting))
     why = (
-        f"{waiting} requests wait" + (f", {expected:.1f} more are expected" if expected else "")
+        ("1 request waits" if waiting == 1 else f"{waiting} requests wait")
+        + (f", {expected:.1f} more are expected" if expected else "")
         if for_demand > 0
         else f"at least {bounds.min_instances} instances are asked for"
     )

@@ -78,11 +78,10 @@ def choose_with(
        the others give no scheme
     2. then a scheme that meets the SLO, then one in free room over one for which something is
        evicted
-    3. a start of ``pilotlight`` that is late by its waiting alone is chosen as for a request that
-       comes now, as far as that could be in time: it takes no more than its SLO needs, and its
-       fetches have deadlines again. Where it could not, and the SLO has passed, it gets one worker.
-       The least TTFT would take the most workers when fewest are free: an overload that feeds
-       itself
+    3. a start of ``pilotlight`` that is late by its waiting gets one worker. More would hold links
+       and devices that other starts need to be in time, most of them when fewest are free: an
+       overload that feeds itself. Only an SLO that no start can meet gets the least TTFT of any s,
+       in free room and until it has passed
 
     Args:
         model: To be started.
@@ -104,7 +103,7 @@ def choose_with(
         request, servers = _asked(model, tier, snapshot, rules, known)
         best = _in_room(request, servers, tier, rules)
         if best is not None and not best.meets_slo and rules.policy is StartPolicy.PILOTLIGHT:
-            best = _as_if_new(request, servers, tier, rules) or best  # 3
+            best = _when_late(request, servers, tier, rules, best)  # 3
         if best is not None:
             return best
     return None
@@ -134,23 +133,31 @@ def _in_room(
     return made if made is not None and (free is None or made.meets_slo) else free
 
 
-def _as_if_new(
-    request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
-) -> Chosen | None:
-    """Rule 3: what a request that comes now would get, if that is in time; else one worker, where
-    the SLO has passed.
+def _when_late(
+    request: StartRequest,
+    servers: Sequence[Server],
+    tier: Sequence[Candidate],
+    rules: ChoiceRules,
+    best: Chosen,
+) -> Chosen:
+    """Rule 3, for the best choice of any number of stages.
+
+    Args:
+        request: What is to be started.
+        servers: Where it could go.
+        tier: The same as candidates.
+        rules: The policy.
+        best: The least TTFT; it misses the SLO.
     """
-    waited_s = request.waited_s
-    if waited_s <= 0:
-        return None
-    found = _in_room(replace(request, waited_s=0.0), servers, tier, rules)
-    if found is not None and found.meets_slo:
-        late = replace(found.scheme, predicted_ttft_s=found.scheme.predicted_ttft_s + waited_s)
-        return replace(found, scheme=late, meets_slo=False)
-    if waited_s * 1000 < request.model.slo.ttft_ms:
-        return None
+    size, waited_s = best.scheme.pipeline_size, request.waited_s
+    if size == 1 or waited_s <= 0:
+        return best
+    if not best.evicts and waited_s * 1000 < request.model.slo.ttft_ms:
+        as_new = _in_room(replace(request, waited_s=0.0), servers, tier, rules)
+        if as_new is None or not as_new.meets_slo:
+            return best
     alone = replace(rules, start=replace(rules.start, max_stages=1))
-    return _in_room(request, servers, tier, alone)
+    return _in_room(request, servers, tier, alone) or best
 
 
 def _asked(

@@ -114,16 +114,21 @@ class FetchBooks:
         Equation 3, S <= B/(N+k) (D - T), for each fetch on their links and for themselves. The
         books are those of ``now_s`` (``forward``).
 
-        1. a running fetch that would be late, though alone it would not be
+        1. a running fetch that would be late, though alone it would not be; one from which the
+           newcomers take nothing has no say: it is as late without them. Else one such fetch would
+           close the source of all models to the whole cluster
         2. a newcomer that would be late
         """
         counts = link_counts(newcomers)
         for key in dict.fromkeys(key for link in counts for key in self._sorted(link)):
             fetch = self.fetches[key]
             pending, left_s = fetch.pending_at(now_s), fetch.deadline_s - now_s
-            limit, share = fetch.limit_bytes_per_s, self.share(fetch.links, counts)
+            limit = fetch.limit_bytes_per_s
+            share = min(limit, self.share(fetch.links, counts))
+            if share >= min(limit, self.share(fetch.links, {})):
+                continue
             alone = min(limit, self._alone(fetch.links))
-            late = pending > 0 and not _in_time(pending, min(limit, share), left_s)
+            late = pending > 0 and not _in_time(pending, share, left_s)
             if late and _in_time(pending, alone, left_s):  # 1
                 return f"{key} would be late"
         for one in newcomers:

@@ -1,0 +1,73 @@
+"""Starts that are late: how many workers they get."""
+
+from dataclasses import replace
+
+import pytest
+
+from pilotlight.policy.coldstart.chosen import ChoiceRules, Chosen, KnownStarts, choose_with
+from pilotlight.policy.coldstart.contention import FetchBooks
+from pilotlight.policy.coldstart.facts import link_capacities
+from pilotlight.policy.coldstart.servers import StartRules
+from pilotlight.policy.ids import NodeId
+from pilotlight.policy.model import Slo
+from pilotlight.policy.placement import Candidate
+from pilotlight.policy.plan import Snapshot
+from pilotlight.policy.request import Demand
+from pilotlight.policy.testing import NOW_S, Epoch, model, node, worker
+
+RULES = ChoiceRules(start=StartRules(max_stages=2, max_steps=2000))
+
+
+def chosen(slo_s: float, waited_s: float, evictable_bytes: int = 0) -> Chosen:
+    """What a model gets whose fetch takes 12 s over one of two links, and 6 s over both."""
+    asked = replace(
+        model(), uri="s3://bucket/m", slo=Slo(ttft_ms=slo_s * 1000, tpot_ms=1_000_000.0)
+    )
+    nodes = tuple(replace(node(), node_id=NodeId(f"n{at}"), nic_bytes_per_s=5.0) for at in range(2))
+    workers = tuple(replace(worker(at), node_id=one.node_id) for at, one in enumerate(nodes))
+    demand = Demand(
+        model=asked.name, waiting=1, oldest_age_s=waited_s, deadline_in_s=slo_s - waited_s
+    )
+    snapshot = Snapshot(
+        now_s=NOW_S,
+        epoch=Epoch(1),
+        models=(asked,),
+        nodes=nodes,
+        workers=workers,
+        demand=(demand,),
+    )
+    found = choose_with(
+        asked,
+        [
+            Candidate(
+                worker=one,
+                node=at,
+                free_bytes=1000 - evictable_bytes,
+                evictable_bytes=evictable_bytes,
+            )
+            for one, at in zip(workers, nodes, strict=True)
+        ],
+        snapshot,
+        RULES,
+        KnownStarts(fetches=FetchBooks(capacities=link_capacities(nodes))),
+    )
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slo_s", "waited_s", "evictable_bytes", "stages", "meets_slo"),
+    [
+        pytest.param(9.0, 0.1, 0, 2, True, id="two workers are in time"),
+        pytest.param(9.0, 7.0, 0, 1, False, id="late by its waiting: one"),
+        pytest.param(9.0, 30.0, 0, 1, False, id="long late: one"),
+        pytest.param(1.0, 0.1, 0, 2, False, id="no start could be in time: the least TTFT"),
+        pytest.param(1.0, 2.0, 0, 1, False, id="nor could it, and it is late: one"),
+        pytest.param(1.0, 0.1, 1000, 1, False, id="nor could it, and others would have to go: one"),
+    ],
+)
+def test_a_late_start_leaves_workers_to_those_that_can_be_in_time(
+    slo_s: float, waited_s: float, evictable_bytes: int, stages: int, meets_slo: bool
+) -> None:
+    found = chosen(slo_s, waited_s, evictable_bytes)
+    assert (found.scheme.pipeline_size, found.meets_slo) == (stages, meets_slo)
