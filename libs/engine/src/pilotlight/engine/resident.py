@@ -197,7 +197,7 @@ class ResidentStage:
         """Refuses a request that this stage cannot serve.
 
         Raises:
-            UnknownInstance: the stage is not a whole model, or one of several and prompts are scored.
+            UnknownInstance: the stage is not a whole model, which it must be to score a prompt.
             BadRequest, NoRoom: the request can never be served; see ``check_request``.
         """
         if not self.serves:

@@ -315,6 +315,10 @@ class OpenAiApi:
             raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
         return entry
 
+    def now_s(self) -> float:
+        """The time that passes."""
+        return self._clock.monotonic_s()
+
     def now_unix_s(self) -> int:
         """The time of day."""
         return int(self._clock.wall().timestamp())

@@ -202,7 +202,7 @@ class Exchange:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
             return EventStream(partial(self._events, shapes))
-        return Answering(partial(self._whole, shapes))
+        return Answering(partial(self.whole, shapes))
 
     async def _events(self, shapes: Shapes, write: Write) -> None:
         await self.run(partial(self._event, shapes, write))
@@ -221,7 +221,12 @@ class Exchange:
         if data:
             await write(data)
 
-    async def _whole(self, shapes: Shapes) -> Response:
+    async def whole(self, shapes: Shapes) -> Response:
+        """The answer in one piece.
+
+        Raises:
+            PilotlightError: there is none.
+        """
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
 
         async def take(piece: Piece) -> None:
