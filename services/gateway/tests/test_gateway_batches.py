@@ -156,6 +156,7 @@ async def test_another_gateway_goes_on_and_no_line_has_two_results(database, mak
 
     await until(two_kept, deadline_s=WAIT_S)
     await first.batches.runner.stop()
+    before = len(worker.submits)
     go_on()
     # Files are one store to both, as they are in a cluster.
     key = f"files/{batch.input_file_id}"
@@ -165,7 +166,7 @@ async def test_another_gateway_goes_on_and_no_line_has_two_results(database, mak
     assert (batch.status, batch.request_counts.completed) == ("completed", 6)
     output = await results(second, batch.output_file_id)
     assert [one["custom_id"] for one in output] == [f"line-{number}" for number in range(6)]
-    assert len(worker.submits) == 6 + 4, "what was kept does not run again"
+    assert len(worker.submits) - before == 4, "what was kept does not run again"
 
 
 async def test_a_cancelled_batch_keeps_what_it_has(batching):

@@ -28,6 +28,8 @@ from pilotlight.common.errors import Conflict, NotFound, QueueFull
 from pilotlight.common.ids import new_batch_id
 from pilotlight.gateway.batches.files import page, row_of
 from pilotlight.gateway.schema.batches import (
+    ENDED,
+    OPEN,
     Batch,
     BatchRequest,
     BatchStatus,
@@ -39,9 +41,6 @@ from pilotlight.gateway.schema.batches import (
 WINDOW = timedelta(hours=24)
 LEASE = timedelta(seconds=30)
 RETRY_AFTER_S = 60.0
-OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "cancelling")
-"""States of batches that somebody has to work on."""
-ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 
 
 class LeaseLost(Exception):

@@ -2,8 +2,8 @@
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.retention import Keep, keep_outbox
-from pilotlight.gateway.batches.repository import ENDED
 from pilotlight.gateway.records.audit import ASKED, OK
+from pilotlight.gateway.schema.batches import ENDED
 from pilotlight.gateway.settings import GatewaySettings
 
 

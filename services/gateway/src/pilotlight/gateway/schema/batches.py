@@ -14,6 +14,9 @@ BatchStatus = Literal[
     "cancelling",
     "cancelled",
 ]
+OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "cancelling")
+"""Of batches that somebody has to work on."""
+ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 MAX_METADATA = 16
 
