@@ -1,4 +1,6 @@
-"""Batches on a real database and a real bus: what becomes of lines, whatever becomes of gateways."""
+"""Batches on a real database and a real bus: what becomes of lines, whatever becomes of
+gateways.
+"""
 
 import asyncio
 import json

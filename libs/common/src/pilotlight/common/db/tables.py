@@ -222,8 +222,8 @@ batches = Table(
     Index("batches_key_id_created_at_idx", "key_id", "created_at"),
     schema="gateway",
 )
-"""``owner`` is the gateway that works on it, until ``leased_until`` of the database's clock; ``body``
-is what the client asked for, ``errors`` what is wrong with its file."""
+"""``owner`` is the gateway that works on it, until ``leased_until`` of the database's clock.
+``body`` is what the client asked for, ``errors`` what is wrong with its file."""
 
 batch_lines = Table(
     "batch_lines",

@@ -1,8 +1,8 @@
 """Batches in PostgreSQL: rows of ``gateway.batches`` and ``gateway.batch_lines``.
 
-One gateway works on a batch at a time: it holds a lease, by the database's clock, and every write of
-its work says so in its condition. A line's result is a row of its own, whose key is the line: it is
-there once, whoever worked on it, and a batch that goes on elsewhere goes on behind it.
+One gateway works on a batch at a time: it holds a lease, by the database's clock, and every write
+of its work says so in its condition. A line's result is a row of its own, whose key is the line: it
+is there once, whoever worked on it, and a batch that goes on elsewhere goes on behind it.
 
 ::
 
