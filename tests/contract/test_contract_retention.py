@@ -32,6 +32,7 @@ FOR_EVER = {
     "gateway.models",
     "gateway.api_keys",
     "gateway.drains",
+    "gateway.files",
     "scheduler.estimates",
     "scheduler.lease",
     "cache.grants",

@@ -29,7 +29,7 @@ from pilotlight.common.messages.codec import (
 
 BINARY_EDGES = ("engine", "link", "pool", "tokens")
 """Edges that speak msgpack; ``tokens`` speaks both."""
-PARTS_OF = {"pipelines": "engine"}
+PARTS_OF = {"pipelines": "engine", "prompts": "tokens"}
 """Modules that hold a part of another's edge."""
 
 REFUSED_BEFORE = ("float8_e4m3fn",)

@@ -14,6 +14,7 @@ from transformers import Gemma3ForCausalLM, PreTrainedModel
 from transformers_models import KINDS, NUM_LAYERS, SIZES
 
 from pilotlight.checkpoint.config import parse_config
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.limits import BatchLimits
@@ -193,6 +194,8 @@ class Output:
     code: str = ""
     message: str = ""
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt: PromptLogprobs | None = None
 
 
 class Driver:
@@ -254,6 +257,9 @@ class Driver:
             output.token_ids.extend(produced.token_ids)
             output.logprobs.extend(produced.logprobs or ())
             output.top_logprobs.extend(produced.top_logprobs or ())
+            output.cached_tokens += produced.cached_tokens
+            assert output.prompt is None or produced.prompt is None, "it is told once"
+            output.prompt = output.prompt or produced.prompt
             output.finish, output.code, output.message = (
                 produced.finish,
                 produced.code,

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
 from pilotlight.common.bus import Bus
+from pilotlight.common.db.session import Database
 from pilotlight.common.service import Component, Context
-from pilotlight.common.store import text_key
+from pilotlight.common.settings import DatabaseSettings
+from pilotlight.common.store import ObjectStore, text_key
 from pilotlight.common.testing import MakeContext, until
 from pilotlight.gateway.app import (
     TRACED_PATHS,
@@ -22,6 +24,7 @@ from pilotlight.gateway.app import (
     build_serving,
     direct_routes,
 )
+from pilotlight.gateway.batches.wiring import Batches, build_batches
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge
@@ -58,6 +61,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MODEL = "fox"
+NO_DATABASE = DatabaseSettings(database_url="postgresql://nobody:none@127.0.0.1:1/none")
 ANSWER = "The quick brown fox 😀 jumps over naïve 你好 dogs."
 
 
@@ -73,6 +77,8 @@ class World:
     metrics: CollectorRegistry
     usage: NotedUsage
     responses: KeptResponses
+    batches: Batches
+    store: ObjectStore
     entry: CatalogEntry
     texts: Texts
     tokenizer: TextTokenizer
@@ -127,7 +133,11 @@ async def make_world(
     async with AsyncExitStack() as stack:
 
         async def make(
-            *, max_context_tokens: int = 4096, text: TextBundle = bundle, **changes: object
+            *,
+            max_context_tokens: int = 4096,
+            text: TextBundle = bundle,
+            database: Database | None = None,
+            **changes: object,
         ) -> World:
             context = make_context(
                 "gateway",
@@ -140,6 +150,7 @@ async def make_world(
                 context,
                 text,
                 entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens),
+                database or Database(NO_DATABASE, "gateway", context.clock),
             )
             serving = world.serving
             told: list[Component] = [serving.demand, serving.arrivals]
@@ -149,6 +160,7 @@ async def make_world(
                 serving.relay,
                 *told,
                 world.server,
+                *((world.batches.runner,) if database is not None else ()),
             ]
             for component in components:
                 await component.start()
@@ -176,7 +188,9 @@ async def _end_workers(world: World) -> None:
         await worker.die()
 
 
-def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: CatalogEntry) -> World:
+def _world(
+    context: Context[GatewaySettings], bundle: TextBundle, entry: CatalogEntry, database: Database
+) -> World:
     settings = context.settings
     serving = build_serving(context, NoDecisions())
     usage = NotedUsage()
@@ -212,7 +226,19 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
         door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
     )
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
-    app = build_http(api, surface_routes(surfaces), pages, Starlette(), Starlette())
+    batches = build_batches(
+        settings,
+        api,
+        encoder,
+        database,
+        context.store,
+        context.clock,
+        context.background,
+        serving.gateway_id,
+        lambda: (serving.requests.live, serving.queue.held),
+    )
+    routes = [*surface_routes(surfaces), *batches.routes.routes()]
+    app = build_http(api, routes, pages, Starlette(), Starlette())
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     edge = Edge(
         app, direct_routes(api), TRACED_PATHS, bodies, HttpMeasures(context.metrics, bodies)
@@ -236,6 +262,8 @@ def _world(context: Context[GatewaySettings], bundle: TextBundle, entry: Catalog
         metrics=context.metrics,
         usage=usage,
         responses=responses,
+        batches=batches,
+        store=context.store,
         entry=entry,
         texts=texts,
         tokenizer=TextTokenizer(bundle),

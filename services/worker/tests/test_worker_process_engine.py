@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,15 @@ async def test_a_child_inherits_no_credentials(
     finally:
         kill_group(child.process)
         await bury(child)
+
+
+async def test_what_it_says_of_a_prompt_crosses_the_socket(
+    engine: ProcessEngine, pool: Any, greedy: Callable[[int], Sampling]
+) -> None:
+    await engine.start()
+    listener = Listener(engine)
+    await load(engine, listener, pool)
+    await engine.run(run(pool, replace(greedy(1), prompt_logprobs=2)))
+    told = (await listener.until_end("req-1")).prompt
+    assert (len(told.logprobs), len(told.ranks), len(told.top)) == (2, 2, 2)
+    assert all(len(place) == 2 for place in told.top)

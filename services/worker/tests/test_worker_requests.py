@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
 from pilotlight.common.messages.engine import Produced
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
 from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling
@@ -275,3 +276,29 @@ def test_resend_outside_what_is_kept_is_refused() -> None:
     for from_seq in (0, 3):
         with pytest.raises(BadRequest):
             table.resend(ask(from_seq))
+
+
+def test_what_is_told_of_a_prompt_goes_with_the_first_token_until_it_has_arrived() -> None:
+    table = RequestTable(max_running=1)
+    table.accept(submit())
+    prompt = PromptLogprobs(logprobs=(-1.0,), ranks=(1,))
+    first = Produced(
+        request_id=RequestId("req-1"),
+        attempt=1,
+        position=0,
+        token_ids=(5,),
+        cached_tokens=16,
+        prompt=prompt,
+    )
+    table.produced(first, 0.0)
+    table.produced(produced(1, [6]), 0.0)
+    key = RequestKey(RequestId("req-1"), 1)
+
+    def told(entry: TokenEntry | None) -> tuple[int, PromptLogprobs | None]:
+        assert entry is not None
+        return entry.cached_tokens, entry.prompt
+
+    assert told(table.entry(key, 0)) == told(table.resend(ask(0))) == (16, prompt)
+    assert told(table.entry(key, 1)) == (0, None)
+    table.acknowledge(GATEWAY, ack(1), 0.0)
+    assert told(table.resend(ask(1))) == (0, None)

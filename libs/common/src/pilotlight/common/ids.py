@@ -59,6 +59,16 @@ def new_incarnation() -> str:
     return secrets.token_hex(6)
 
 
+def new_file_id() -> str:
+    """Id of a client's file."""
+    return _random("file")
+
+
+def new_batch_id() -> str:
+    """Id of a batch of requests."""
+    return f"batch_{secrets.token_hex(12)}"
+
+
 def new_event_id() -> str:
     """Id of one event; the outbox uses it to publish exactly once."""
     return _random("ev")

@@ -197,13 +197,15 @@ class ResidentStage:
         """Refuses a request that this stage cannot serve.
 
         Raises:
-            UnknownInstance: the stage is not a whole model.
+            UnknownInstance: the stage is not a whole model, which it must be to score a prompt.
             BadRequest, NoRoom: the request can never be served; see ``check_request``.
         """
         if not self.serves:
             raise UnknownInstance(
                 f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here"
             )
+        if request.scores is not None and self.pipeline is not None:
+            raise UnknownInstance("prompts are scored by whole models; this stage leads a pipeline")
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:

@@ -154,7 +154,8 @@ def released(request: Request) -> Released:
 def told(
     request: Request, position: int, sampled: SampledToken, finish: FinishReason | None
 ) -> Produced:
-    """A token, as far as the request's owner is to see it: a stop token is none of the output.
+    """A token, as far as the request's owner is to see it: a stop token is none of the output. With
+    the first, what is told of the prompt.
 
     Args:
         request: whose token it is.
@@ -163,6 +164,7 @@ def told(
         finish: why the request ends with it; None: it goes on.
     """
     kept = () if finish is FinishReason.STOP else (sampled,)
+    scores, request.scores = request.scores, None
     asked = request.sampling.logprobs
     return Produced(
         request_id=request.key.request_id,
@@ -176,6 +178,8 @@ def told(
         if asked and request.sampling.top_logprobs
         else None,
         finish=finish,
+        cached_tokens=0 if position else request.cached_tokens,
+        prompt=None if scores is None else scores.told,
     )
 
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from pilotlight.policy.ids import Digest, ModelName, RequestId
 
+MAX_PROMPT_VALUES = 150_000
+"""Log probabilities that are told of one prompt: more would not fit into a message of the bus."""
+
 
 class RequestKey(NamedTuple):
     """One attempt at a request: what a submit is idempotent by.
@@ -112,3 +115,6 @@ class Sampling:
     top_logprobs: int = 0
     """How many of the most probable tokens are told with each token, when ``logprobs`` is set."""
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
+    """How many of the most probable tokens are told in the place of each token of the prompt,
+    beside that token itself; None: nothing of the prompt."""

@@ -24,6 +24,7 @@ from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.live import LiveView
 from pilotlight.gateway.auth import Authenticator
+from pilotlight.gateway.batches.wiring import build_batches
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
@@ -306,7 +307,18 @@ async def build(context: Context[GatewaySettings]) -> Application:
             door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
         )
     )
-    server = build_server(context, serving, api, surfaces, admin, ui)
+    batches = build_batches(
+        settings,
+        api,
+        encoder,
+        database,
+        context.store,
+        clock,
+        background,
+        serving.gateway_id,
+        lambda: (serving.requests.live, serving.queue.held),
+    )
+    server = build_server(context, serving, api, [*surfaces, *batches.routes.routes()], admin, ui)
 
     def url() -> str:
         return settings.public_url or f"http://{settings.host}:{server.port}"
@@ -335,6 +347,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
         serving.demand,
         serving.arrivals,
         server,
+        # Its lines end before what they need does.
+        batches.runner,
         # After the server: streams of pages end first, or the server would wait for them.
         live,
         presence,

@@ -156,6 +156,25 @@ class GatewaySettings(
     responses_max_rows: int = Field(
         1_000_000, ge=0, description="Such answers of all keys, likewise; 0: no limit."
     )
+    file_max_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=1024,
+        description="Longest file that a client may upload; it takes twice as much of `bodies_bytes` while it arrives.",
+    )
+    files_max_per_key: int = Field(
+        1000, ge=1, description="Files of one key that are kept; more are refused with 429."
+    )
+    files_keep_days: float = Field(
+        30.0, gt=0, description="Days for which files and batches are kept."
+    )
+    batches_max_open_per_key: int = Field(
+        100, ge=1, description="Batches of one key that have not ended; more are refused with 429."
+    )
+    batch_concurrency: int = Field(
+        8,
+        ge=1,
+        description="Lines of batches that one gateway sends at a time, where clients leave room for them.",
+    )
     usage_keep_days: float = Field(
         400.0, gt=0, description="Days for which usage is kept: what bills are made from."
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
 from pilotlight.common.messages.engine import Produced
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
 from pilotlight.policy.ids import GatewayId, InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, RequestKey
@@ -58,6 +59,9 @@ class _Kept:
     finish: FinishReason | None = None
     code: str = ""
     message: str = ""
+    cached_tokens: int = 0
+    prompt: PromptLogprobs | None = None
+    """Until its first token is acknowledged."""
     waits_since_s: float | None = None
     """Since when its gateway has been silent with something outstanding; None when nothing is."""
     cancelled: bool = False
@@ -80,6 +84,8 @@ class _Kept:
             code=self.code,
             message=self.message,
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs[skip:],
+            cached_tokens=0 if self.kept + skip else self.cached_tokens,
+            prompt=None if self.kept + skip else self.prompt,
         )
 
 
@@ -186,6 +192,8 @@ class RequestTable:
                 f"the engine gave {kept.key.request_id} position {produced.position}, not {start}"
             )
         kept.token_ids += produced.token_ids
+        kept.cached_tokens = kept.cached_tokens or produced.cached_tokens
+        kept.prompt = kept.prompt or produced.prompt
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
@@ -233,6 +241,7 @@ class RequestTable:
             if kept.top_logprobs is not None:
                 del kept.top_logprobs[:arrived]
             kept.kept += arrived
+            kept.prompt = None
         outstanding = bool(kept.token_ids) or kept.finish is not None
         kept.waits_since_s = now_s if outstanding else None
         return next(iter(self._drop((kept.key,))), None) if entry.done else None

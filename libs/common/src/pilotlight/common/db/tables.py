@@ -9,6 +9,7 @@ database's.
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     DateTime,
@@ -182,6 +183,59 @@ responses = Table(
 )
 """Answers that clients go on from. ``body`` is JSON in bytes: texts may hold U+0000, which JSONB
 does not take."""
+
+files = Table(
+    "files",
+    metadata,
+    _key("file_id"),
+    _text("key_id"),
+    _text("filename"),
+    _text("purpose"),
+    _count("bytes"),
+    Column("created_at", DateTime(timezone=True), nullable=False, index=True),
+    Index("files_key_id_created_at_idx", "key_id", "created_at"),
+    schema="gateway",
+)
+"""Files of clients; their content is an object of the store."""
+
+batches = Table(
+    "batches",
+    metadata,
+    _key("batch_id"),
+    _text("key_id"),
+    _text("status"),
+    Column("created_at", DateTime(timezone=True), nullable=False, index=True),
+    _time("expires_at"),
+    _time("begun_at", null=True),
+    _time("cancelling_at", null=True),
+    _time("ended_at", null=True),
+    _count("total"),
+    _count("completed"),
+    _count("failed"),
+    _text("output_file_id", null=True),
+    _text("error_file_id", null=True),
+    _text("owner"),
+    _time("leased_until"),
+    Column("body", LargeBinary, nullable=False),
+    Column("errors", LargeBinary, nullable=True),
+    Index("batches_status_leased_until_idx", "status", "leased_until"),
+    Index("batches_key_id_created_at_idx", "key_id", "created_at"),
+    schema="gateway",
+)
+"""``owner`` is the gateway that works on it, until ``leased_until`` of the database's clock.
+``body`` is what the client asked for, ``errors`` what is wrong with its file."""
+
+batch_lines = Table(
+    "batch_lines",
+    metadata,
+    Column("batch_id", Text, primary_key=True),
+    Column("number", BigInteger, primary_key=True),
+    Column("succeeded", Boolean, nullable=False),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    Column("body", LargeBinary, nullable=False),
+    schema="gateway",
+)
+"""What became of lines, until their batch has ended: then it is in files."""
 
 # scheduler
 

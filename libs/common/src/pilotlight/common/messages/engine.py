@@ -15,6 +15,7 @@ from pilotlight.common.messages.pipelines import (
     StageGrown,
 )
 from pilotlight.common.messages.pool import TensorPlace
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, Model, Stage
 from pilotlight.policy.phase import Phase
@@ -292,6 +293,10 @@ class Produced(Message, array_like=True, frozen=True, kw_only=True):
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     """Of each token, ids and log probabilities of the most probable ones, if the request asked for
     them."""
+    cached_tokens: int = 0
+    """With the first token: as many of the prompt were found in the prefix cache."""
+    prompt: PromptLogprobs | None = None
+    """With the first token, if the request asked for it."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):

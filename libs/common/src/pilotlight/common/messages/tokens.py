@@ -10,6 +10,7 @@ an entry is the position of its first token::
 from msgspec import field
 
 from pilotlight.common.messages.codec import Message
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId, WorkerId
 from pilotlight.policy.request import FinishReason, Sampling
 
@@ -83,6 +84,10 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """Of each token, ids and log probabilities of the most probable ones, when the request asked
     for them."""
+    cached_tokens: int = 0
+    """Of an entry with ``seq`` 0: as many tokens of the prompt were found in the prefix cache."""
+    prompt: PromptLogprobs | None = None
+    """Of an entry with ``seq`` 0, when the request asked for it."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ What it takes, it can serve: sooner or later there is room for it.
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, ContextTooLong, NoRoom
 from pilotlight.policy.model import ModelSpec
-from pilotlight.policy.request import Sampling
+from pilotlight.policy.request import MAX_PROMPT_VALUES, Sampling
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
@@ -22,6 +22,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
+MAX_PROMPT_TOP = 20
 
 
 def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) -> None:
@@ -47,6 +48,7 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
     if strange is not None:
         raise BadRequest(f"token id {strange} is outside the vocabulary of {spec.vocab_size}")
     check_sampling(sampling, spec.vocab_size)  # 3
+    check_prompt_logprobs(sampling, request.prompt_tokens)
     if request.prompt_tokens >= spec.max_context_tokens:  # 4
         raise ContextTooLong(
             f"the prompt has {request.prompt_tokens} tokens; with output, the model's context holds {spec.max_context_tokens}"
@@ -75,6 +77,21 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
             )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise BadRequest(f"logit_bias: {bias} is not in its range, {-MAX_BIAS} to {MAX_BIAS}")
+
+
+def check_prompt_logprobs(sampling: Sampling, prompt_tokens: int) -> None:
+    """Refuses to tell more of a prompt than one message may hold.
+
+    Raises:
+        BadRequest: it is more.
+    """
+    wanted = sampling.prompt_logprobs
+    if wanted is None:
+        return
+    if not 0 <= wanted <= MAX_PROMPT_TOP or prompt_tokens * (wanted + 1) > MAX_PROMPT_VALUES:
+        raise BadRequest(
+            f"prompt_logprobs {wanted} for {prompt_tokens} tokens: at most {MAX_PROMPT_TOP}, and {MAX_PROMPT_VALUES} values in all"
+        )
 
 
 def check_kv_room(kv_capacity_tokens: int, request: Request) -> None:

@@ -2,9 +2,10 @@
 instance.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
+from pilotlight.engine.core.prompt_scores import Reading
 from pilotlight.engine.core.request import Request
 
 
@@ -39,6 +40,8 @@ class Batch:
     """
 
     segments: tuple[Segment, ...]
+    readings: tuple[Reading, ...] = ()
+    """Rows of prompts whose tokens are to be scored by whichever stage ends the model."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,3 +88,19 @@ class Plan:
             for request, segment in zip(self.requests, self.batch.segments, strict=True)
             if segment.wants_logits
         )
+
+
+def readings_of(requests: Sequence[Request], segments: Sequence[Segment]) -> tuple[Reading, ...]:
+    """What a batch of these is to say of prompts.
+
+    The row before a prompt's last token is the last that is read: what follows the last is output.
+    """
+    readings: list[Reading] = []
+    row = 0
+    for request, segment in zip(requests, segments, strict=True):
+        stop = min(segment.stop + 1, request.prompt_tokens)
+        if request.scores is not None and stop > segment.start + 1:
+            targets = tuple(request.token_ids[segment.start + 1 : stop])
+            readings.append(Reading(row, segment.start, targets, request.scores))
+        row += segment.count
+    return tuple(readings)

@@ -7,6 +7,7 @@ from typing import Protocol
 from pilotlight.engine.core.blocks import BlockHash
 from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
+from pilotlight.engine.core.prompt_scores import PromptScores
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 
@@ -43,6 +44,7 @@ class Request:
 
     __slots__ = (
         "block_hashes",
+        "cached_tokens",
         "computed",
         "control",
         "counts",
@@ -52,6 +54,7 @@ class Request:
         "prompt_tokens",
         "queued_s",
         "sampling",
+        "scores",
         "state",
         "taken_s",
         "takes",
@@ -77,6 +80,15 @@ class Request:
         self.control: TokenControl | None = None
         self.deadline_s = deadline_s
         """On the engine's clock; it ends then, wherever it stands."""
+        self.scores = (
+            PromptScores(sampling.prompt_logprobs)
+            if sampling.prompt_logprobs is not None and not output_ids
+            else None
+        )
+        """Of its prompt, until they are told; None where nobody asks for them, or they were told by
+        an earlier attempt."""
+        self.cached_tokens = 0
+        """Of its prompt, those that were in place when it was first taken up."""
         self.state = RequestState.WAITING
         self.block_hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were asked for."""

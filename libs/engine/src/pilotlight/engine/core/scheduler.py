@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pilotlight.engine.core.admission import check_kv_room
-from pilotlight.engine.core.batch import Batch, Plan, Segment
+from pilotlight.engine.core.batch import Batch, Plan, Segment, readings_of
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
@@ -143,9 +143,10 @@ class BatchScheduler:
         taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
+        segments = tuple(self._segment(request, counts[request.key]) for request in requests)
         return Plan(
             requests=requests,
-            batch=Batch(tuple(self._segment(request, counts[request.key]) for request in requests)),
+            batch=Batch(segments, readings_of(requests, segments)),
             preempted=preempted,
             prefix_looked_up_tokens=taken.looked_up_tokens,
             prefix_hit_tokens=taken.hit_tokens,
@@ -218,6 +219,7 @@ class BatchScheduler:
                 break
             if request.state is RequestState.WAITING:
                 request.taken_s = now_s
+                request.cached_tokens = min(in_place, request.prompt_tokens)
                 looked_up += len(request.token_ids)
                 hits += in_place
             del self._queue[request.key]
@@ -290,9 +292,7 @@ class BatchScheduler:
         }
 
     def preempt_all(self) -> None:
-        """Takes the blocks of all requests away, and forgets what they hold: everything runs
-        again.
-        """
+        """Takes the blocks of all requests away, forgets their content: everything runs again."""
         for request in reversed(tuple(self._running.values())):
             self._preempt(request)
         self.forget_cached()

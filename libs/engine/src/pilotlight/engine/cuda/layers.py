@@ -10,6 +10,7 @@ Results are rounded where the decoder's own steps round them; only sums within a
 products run in another order.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pilotlight.engine.core.prompt_scores import Reading
 from pilotlight.engine.cuda.attention_metadata import AttentionMetadata
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import (
@@ -30,6 +32,7 @@ from pilotlight.engine.cuda.projections import Added, Projections, Rows, gemv_of
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.device.prompt_scores import score
 from pilotlight.engine.models.decoder import EMBEDDING, GATE_UP, OUTPUT, QKV, Decoder
 from pilotlight.engine.models.layers import Weights, scales_of
 from pilotlight.policy.model import Stage
@@ -64,6 +67,7 @@ class Layers:
         layers: Stage,
         step: AttentionMetadata,
         scratch: DecodeScratch,
+        readings: Sequence[Reading] = (),
     ) -> Tensor:
         """Runs a range.
 
@@ -73,6 +77,7 @@ class Layers:
             layers: the range.
             step: the batch's attention metadata.
             scratch: for as many splits as the step has.
+            readings: what is to be said of prompts, by the range that ends the model.
 
         Returns:
             Hidden states, or logits of the rows that want them.
@@ -90,6 +95,8 @@ class Layers:
             )
             if layers.stop < self._decoder.spec.num_layers:
                 return residual if x is None else residual + x
+            if readings:
+                score(readings, residual if x is None else residual + x, self._plain_head)
             return self._head(residual, x, step)
         rotations = self._decoder.rotations(step.rows.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):
@@ -97,10 +104,16 @@ class Layers:
             hidden = self._decoder.layer(
                 layer, self._parameters[layer + 1], hidden, rotations, attend
             )
-        return (
-            hidden
-            if layers.stop < self._decoder.spec.num_layers
-            else self._head(hidden, None, step)
+        if layers.stop < self._decoder.spec.num_layers:
+            return hidden
+        score(readings, hidden, self._plain_head)
+        return self._head(hidden, None, step)
+
+    def _plain_head(self, hidden: Tensor) -> Tensor:
+        """Logits of rows, however many."""
+        last, tied = self._decoder.spec.num_layers + 1, self._decoder.spec.tied_embeddings
+        return self._decoder.head(
+            self._parameters[last], self._parameters[0] if tied else None, hidden
         )
 
     def _fused(

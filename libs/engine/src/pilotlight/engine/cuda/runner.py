@@ -142,19 +142,24 @@ class CudaRangeRunner:
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """See ``RangeRunner.run``. Inputs may lie on the host; nothing here waits for the
-        device.
+        device, unless prompts are scored.
         """
         layers = layers or self._memory.stage
         check_run(self._decoder.spec, self._memory.stage, self._parameters, layers, batch, inputs)
         rows = len(batch.segments)
         size = size_for(rows)
-        plain = batch.num_tokens == rows and all(segment.wants_logits for segment in batch.segments)
+        plain = (
+            batch.num_tokens == rows
+            and all(segment.wants_logits for segment in batch.segments)
+            and not batch.readings
+        )
         if size is not None and plain and self._fill(self._static, size, batch, inputs, layers):
             return self._padded(Kind(layers, size), rows, rows)
         length = prompt_length(batch)
         if (
             self._prompt is not None
             and length is not None
+            and not batch.readings
             and self._fill(self._prompt, length, batch, inputs, layers)
         ):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
@@ -171,7 +176,12 @@ class CudaRangeRunner:
         there = inputs.to(self._device, non_blocking=True)
         first = layers.start == 0
         return self._layers.run(
-            there if first else None, None if first else there, layers, words, self._scratch
+            there if first else None,
+            None if first else there,
+            layers,
+            words,
+            self._scratch,
+            batch.readings,
         )
 
     def _fill(

@@ -65,7 +65,7 @@ def logprobs_of(logits: Tensor, chosen: Tensor, specs: Sequence[SampleSpec]) -> 
         places = torch.tensor(rows).to(logits.device, non_blocking=True)
         logits, chosen = logits.index_select(0, places), chosen.index_select(0, places)
     parts = [
-        _of_some(logits[start:stop], chosen[start:stop], max(wanted))
+        of_some(logits[start:stop], chosen[start:stop], max(wanted))
         for start in range(0, len(rows), ROWS_AT_ONCE)
         for stop in (start + ROWS_AT_ONCE,)
     ]
@@ -74,7 +74,7 @@ def logprobs_of(logits: Tensor, chosen: Tensor, specs: Sequence[SampleSpec]) -> 
     )
 
 
-def _of_some(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def of_some(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """As in ``Logprobs``: of the chosen tokens, and ids and values of the most probable ones."""
     total = logits.double().logsumexp(dim=-1, keepdim=True)
     places = chosen.clamp_min(0).long()[:, None]

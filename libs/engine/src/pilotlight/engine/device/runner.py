@@ -11,6 +11,7 @@ from pilotlight.engine.device.index import index_of
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.device.prompt_scores import score
 from pilotlight.engine.errors import BadRequest
 from pilotlight.policy.model import ModelSpec, Stage
 
@@ -71,7 +72,9 @@ class RangeRunner:
         if layers.stop < decoder.spec.num_layers:
             return hidden
         embedding = parameters[0] if decoder.spec.tied_embeddings else None
-        return decoder.head(parameters[last_part], embedding, hidden[index.logit_rows])
+        head = partial(decoder.head, parameters[last_part], embedding)
+        score(batch.readings, hidden, head)
+        return head(hidden[index.logit_rows])
 
 
 def check_run(

@@ -53,11 +53,18 @@ _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
 
 
-async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
+async def read_body(
+    request: Request, limit_bytes: int, owner: str, *, decoded: bool = True
+) -> bytes:
     """A request's body.
 
-    It has room in the budget until the answer begins to be made; ``owner`` is whose share of it
-    that is.
+    It has room in the budget until the answer begins to be made.
+
+    Args:
+        request: whose it is.
+        limit_bytes: the longest that is taken.
+        owner: whose share of the budget it takes.
+        decoded: JSON will be made of it; otherwise it is only cut apart.
 
     Raises:
         UnsupportedEncoding: it is compressed, or encoded in another way.
@@ -74,7 +81,7 @@ async def read_body(request: Request, limit_bytes: int, owner: str) -> bytes:
             raise TooLarge(f"a body of {announced} bytes; at most {limit_bytes} are taken")
         room.take(owner, int(announced))
     body = await _read(request.receive, limit_bytes, room, owner)
-    room.take(owner, decoded_bytes(body))
+    room.take(owner, decoded_bytes(body) if decoded else 2 * len(body))
     return body
 
 

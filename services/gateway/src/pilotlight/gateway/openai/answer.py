@@ -1,33 +1,17 @@
 """An answer while it comes: tokens to text, stop strings, what is billed."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, ToldPrompt, told_prompt
 from pilotlight.gateway.openai.reasoning import NO_REASONING, ReasoningUse
+from pilotlight.gateway.openai.shown import ShownToken, shown_token
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
-from pilotlight.gateway.serving.token_log import Token
+from pilotlight.gateway.serving.token_log import PromptRead, Token
 from pilotlight.gateway.texts.model_text import ModelText
 from pilotlight.policy.request import FinishReason
 from pilotlight.text.stream import OutputText
 from pilotlight.text.tools.parser import CallPiece, merged_pieces
-
-UNKNOWN_LOGPROB = -9999.0
-"""What the API says of a token whose log probability is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShownToken:
-    """One token of the answer, for requests with log probabilities."""
-
-    text: str
-    """Parts of characters are shown as replacement characters."""
-    utf8: list[int]
-    """Its own bytes: those of all tokens together are the answer's."""
-    logprob: float
-    offset_chars: int
-    top: list["ShownToken"] = field(default_factory=list["ShownToken"])
-    """The likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +42,7 @@ class Answer:
         *,
         logprobs: bool,
         include_stop: bool = False,
+        telling: PromptTelling = NOTHING_TOLD,
     ) -> None:
         """Begin an answer.
 
@@ -68,12 +53,17 @@ class Answer:
             reasoning: how reasoning is read.
             logprobs: tokens are shown.
             include_stop: the text ends with the stop string.
+            telling: what is said of the prompt before.
         """
         self.output_tokens = 0
         """What is billed so far."""
         self.reasoning_tokens = 0
         """Of them, those that the model thought with."""
         self.finish_reason: str | None = None
+        self.cached_tokens = 0
+        """Of the prompt, those that an engine had computed before."""
+        self.told: ToldPrompt | None = None
+        """What is said of the prompt, as soon as its engine has read it."""
         self.stop: str | None = None
         """The stop string that ended it."""
         self._tokenizer = text.tokenizer
@@ -81,10 +71,25 @@ class Answer:
         self._tools = tools.parser()
         self._reasoning = reasoning.parser()
         self._logprobs = logprobs
-        self._chars = 0
+        self._telling = telling
+        self._chars = len(telling.text)
+
+    def read(self, read: PromptRead | None) -> Delta:
+        """An engine has read the prompt: what is said of it.
+
+        Raises:
+            BadRequest: the engine does not know what is to be said.
+        """
+        if read is not None:
+            self.cached_tokens = read.cached_tokens
+        self.told = told_prompt(self._telling, read, self._tokenizer)
+        return Delta(self.told.text, self.told.tokens)
 
     def feed(self, tokens: list[Token]) -> Delta:
         """Add tokens."""
+        if self._telling.silent:
+            self.finish_reason = "length"
+            return Delta("")
         if not self._logprobs and self._tools is None and self._reasoning is None:
             return Delta(self._text_of([token.token_id for token in tokens]))
         deltas: list[Delta] = []
@@ -102,6 +107,8 @@ class Answer:
             return Delta("")
         last = self._output.finish()
         self.stop = last.stop
+        if self._telling.silent:
+            finish = FinishReason.LENGTH
         self.finish_reason = (
             "stop" if last.stop is not None or finish is FinishReason.STOP else "length"
         )
@@ -143,15 +150,7 @@ class Answer:
         return delta.text
 
     def _shown(self, token: Token) -> ShownToken:
-        top = [self._shown_alone(token_id, logprob) for token_id, logprob in token.top]
-        return replace(self._shown_alone(token.token_id, token.logprob), top=top)
-
-    def _shown_alone(self, token_id: int, known: float | None) -> ShownToken:
-        raw = self._tokenizer.token_bytes(token_id)
-        logprob = UNKNOWN_LOGPROB
-        if known is not None and math.isfinite(known):
-            logprob = max(known, UNKNOWN_LOGPROB)
-        return ShownToken(raw.decode(errors="replace"), list(raw), logprob, self._chars)
+        return shown_token(self._tokenizer, token.token_id, token.logprob, self._chars, token.top)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

@@ -23,6 +23,7 @@ from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
+from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, telling_of
 from pilotlight.gateway.openai.exchange import Choice, Exchange, ExchangeParts
 from pilotlight.gateway.openai.names import Models
 from pilotlight.gateway.openai.parameters import (
@@ -83,6 +84,8 @@ class _Asked:
     options: Options
     tools: ToolUse = NO_TOOLS
     reasoning: ReasoningUse = NO_REASONING
+    told: tuple[PromptTelling, ...] = ()
+    """What is said of each prompt; of none, where it is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,12 @@ class OpenAiApi:
         count_choices(body, len(prompts), self._limits.max_choices)
         key_id = asker.key.key_id
         encoded = [await self._encoder.completion(entry, prompt, key_id) for prompt in prompts]
-        asked = _Asked(asker, entry, body, options)
+        tokenizer = entry.text.tokenizer
+        told = tuple(
+            telling_of(body, prompt, ids, tokenizer)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        )
+        asked = _Asked(asker, entry, body, options, told=told)
         return Conversed(self._exchange(scope, asked, encoded), entry, options, NO_TOOLS)
 
     async def prompt_of(
@@ -307,14 +315,19 @@ class OpenAiApi:
             raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
         return entry
 
+    def now_s(self) -> float:
+        """The time that passes."""
+        return self._clock.monotonic_s()
+
     def now_unix_s(self) -> int:
         """The time of day."""
         return int(self._clock.wall().timestamp())
 
     def _exchange(self, scope: Scope, asked: _Asked, prompts: Sequence[list[int]]) -> Exchange:
         choices: list[Choice] = []
-        for prompt_ids in prompts:
-            choices += self._choices(asked, prompt_ids, first_index=len(choices))
+        for place, prompt_ids in enumerate(prompts):
+            telling = asked.told[place] if asked.told else NOTHING_TOLD
+            choices += self._choices(asked, prompt_ids, telling, first_index=len(choices))
         if self._exchanges.requests.live + len(choices) > self._limits.max_requests:
             raise QueueFull(
                 f"this gateway serves {self._exchanges.requests.live} requests, of {self._limits.max_requests} at most",
@@ -323,8 +336,10 @@ class OpenAiApi:
         tell_readiness(scope, self._exchanges.starts.readiness(asked.entry.model))
         return Exchange(self._exchanges, choices, asked.options, asked.asker.key.key_id)
 
-    def _choices(self, asked: _Asked, prompt_ids: list[int], first_index: int) -> list[Choice]:
-        """The answers to one prompt."""
+    def _choices(
+        self, asked: _Asked, prompt_ids: list[int], telling: PromptTelling, first_index: int
+    ) -> list[Choice]:
+        """The answers to one prompt; all of them tell the same of it."""
         entry, options = asked.entry, asked.options
         sampling = sampling_of(
             asked.body,
@@ -363,6 +378,7 @@ class OpenAiApi:
                 asked.reasoning,
                 logprobs=options.logprobs,
                 include_stop=options.include_stop,
+                telling=telling,
             )
             choices.append(Choice(index, self._exchanges, request, answer))
         return choices

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from pilotlight.gateway.openai.answer import Delta, ShownToken
+from pilotlight.gateway.openai.answer import Delta
 from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.shown import ShownToken
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.schema.replies import (
     AssistantMessage,

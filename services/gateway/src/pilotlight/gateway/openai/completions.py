@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from pilotlight.gateway.openai.answer import Delta, ShownToken
+from pilotlight.gateway.openai.answer import Delta
 from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.shown import ShownToken
 from pilotlight.gateway.schema.replies import (
     Completion,
     CompletionChoice,
@@ -61,6 +62,7 @@ class CompletionShapes(Shapes):
             text=whole.delta.text,
             logprobs=logprobs,
             finish_reason=whole.finish_reason,
+            prompt_logprobs=UNSET if whole.placed is None else whole.placed,
         )
 
     def _event(self, choice: CompletionChoice) -> Completion:
@@ -77,8 +79,10 @@ class CompletionShapes(Shapes):
             return None
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
-            token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[_by_text(token) for token in tokens] if self._top_logprobs else None,
+            token_logprobs=[token.logprob if token.follows else None for token in tokens],
+            top_logprobs=[_by_text(token) if token.follows else None for token in tokens]
+            if self._top_logprobs
+            else None,
             text_offset=[token.offset_chars for token in tokens],
         )
 

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 from pilotlight.gateway.edge.errors import ErrorResponse
-from pilotlight.gateway.schema import messages, ollama, responses, tokens
+from pilotlight.gateway.schema import batches, messages, ollama, responses, tokens
 from pilotlight.gateway.schema.replies import ChatCompletion, Completion, ModelCard, ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
+_JSON = "application/json"
 _EVENTS = "text/event-stream"
 _LINES = "application/x-ndjson"
 _NAMES = {_EVENTS: "server-sent events", _LINES: "lines of JSON"}
@@ -29,6 +30,8 @@ class _Route:
     stream: str | None = None
     """The media type of its stream; None: it has none."""
     error: type = ErrorResponse
+    request_media: str = _JSON
+    answer_media: str = _JSON
 
 
 _MESSAGES_ERROR = messages.MessagesErrorResponse
@@ -42,6 +45,34 @@ _ROUTES = (
         _EVENTS,
     ),
     _Route("post", "/v1/completions", "Continue a prompt.", Completion, CompletionRequest, _EVENTS),
+    _Route(
+        "post",
+        "/v1/files",
+        "Upload a file for a batch.",
+        batches.File,
+        batches.FileUpload,
+        request_media="multipart/form-data",
+    ),
+    _Route("get", "/v1/files", "A key's files.", batches.FileList),
+    _Route("get", "/v1/files/{file_id}", "One file.", batches.File),
+    _Route("delete", "/v1/files/{file_id}", "Delete a file.", batches.DeletedFile),
+    _Route(
+        "get",
+        "/v1/files/{file_id}/content",
+        "What is in a file.",
+        str,
+        answer_media="application/octet-stream",
+    ),
+    _Route(
+        "post",
+        "/v1/batches",
+        "Run the requests of a file when there is time.",
+        batches.Batch,
+        batches.BatchRequest,
+    ),
+    _Route("get", "/v1/batches", "A key's batches.", batches.BatchList),
+    _Route("get", "/v1/batches/{batch_id}", "One batch.", batches.Batch),
+    _Route("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch.", batches.Batch),
     _Route("get", "/v1/models", "Every model.", ModelList),
     _Route("get", "/v1/models/{model}", "One model.", ModelCard),
     _Route(
@@ -166,10 +197,13 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _operation(route: _Route, refs: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    def body(kind: type) -> dict[str, Any]:
-        return {"content": {"application/json": {"schema": refs[kind]}}}
+    def body(kind: type, media: str = _JSON) -> dict[str, Any]:
+        return {"content": {media: {"schema": refs[kind]}}}
 
-    answer: dict[str, Any] = {"description": "The answer.", **body(route.answer)}
+    answer: dict[str, Any] = {
+        "description": "The answer.",
+        **body(route.answer, route.answer_media),
+    }
     if route.stream is not None:
         answer["description"] = f"The answer; with `stream: true` as {_NAMES[route.stream]}."
         answer["content"][route.stream] = {"schema": {"type": "string"}}
@@ -181,7 +215,10 @@ def _operation(route: _Route, refs: dict[type, dict[str, Any]]) -> dict[str, Any
         },
     }
     if route.request is not None:
-        described["requestBody"] = {"required": True, **body(route.request)}
+        described["requestBody"] = {
+            "required": True,
+            **body(route.request, route.request_media),
+        }
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     if names:
         described["parameters"] = [

@@ -19,11 +19,12 @@ from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.schema.replies import Usage
+from pilotlight.gateway.schema.replies import PlacedToken, PromptDetails, Usage
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.merged import merged
 from pilotlight.gateway.serving.requests import Requests
 from pilotlight.gateway.serving.starts import Starts
+from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
 
 
@@ -60,6 +61,8 @@ class Whole:
     index: int
     delta: Delta
     finish_reason: str
+    placed: list[dict[str, PlacedToken] | None] | None = None
+    """``prompt_logprobs``, where they were asked for."""
 
 
 class Shapes(ABC):
@@ -158,16 +161,27 @@ class Choice:
             case Held():
                 self.was_held = True
                 return update
-            case Tokens(tokens):
+            case Tokens(tokens, read):
+                before = self._read(read)
                 if self.first_token_s is None:
                     self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
                     model = self.request.model
                     self._parts.measures.first_token(
                         model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms
                     )
-                return self.answer.feed(tokens)
-            case Ended(finish):
-                return self.answer.finish(finish)
+                delta = self.answer.feed(tokens)
+                return delta if before is None else joined([before, delta])
+            case Ended(finish, read):
+                before = self._read(read)
+                delta = self.answer.finish(finish)
+                return delta if before is None else joined([before, delta])
+
+    def _read(self, read: PromptRead | None) -> Delta | None:
+        """What the answer says of its prompt, if that is something, and once."""
+        if self.answer.told is not None:
+            return None
+        said = self.answer.read(read)
+        return said if said.text or said.tokens else None
 
 
 class Exchange:
@@ -188,7 +202,7 @@ class Exchange:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
             return EventStream(partial(self._events, shapes))
-        return Answering(partial(self._whole, shapes))
+        return Answering(partial(self.whole, shapes))
 
     async def _events(self, shapes: Shapes, write: Write) -> None:
         await self.run(partial(self._event, shapes, write))
@@ -207,7 +221,12 @@ class Exchange:
         if data:
             await write(data)
 
-    async def _whole(self, shapes: Shapes) -> Response:
+    async def whole(self, shapes: Shapes) -> Response:
+        """The answer in one piece.
+
+        Raises:
+            PilotlightError: there is none.
+        """
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
 
         async def take(piece: Piece) -> None:
@@ -216,7 +235,12 @@ class Exchange:
 
         await self.run(take)
         wholes = [
-            Whole(choice.index, joined(deltas[choice.index]), choice.answer.finish_reason or "stop")
+            Whole(
+                choice.index,
+                joined(deltas[choice.index]),
+                choice.answer.finish_reason or "stop",
+                choice.answer.told.placed if choice.answer.told is not None else None,
+            )
             for choice in self._choices
         ]
         return Response(
@@ -260,10 +284,17 @@ class Exchange:
         }
         prompt_tokens = sum(prompts.values())
         output_tokens = sum(choice.answer.output_tokens for choice in self._choices)
+        # Of several answers to one prompt, what was there for all of them.
+        cached: dict[int, int] = {}
+        for choice in self._choices:
+            prompt = id(choice.request.siblings)
+            found = choice.answer.cached_tokens
+            cached[prompt] = min(found, cached.get(prompt, found))
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=output_tokens,
             total_tokens=prompt_tokens + output_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(cached.values())),
         )
 
     def _record(self, status: str) -> None:

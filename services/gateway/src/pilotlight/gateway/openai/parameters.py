@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
+from pilotlight.gateway.openai.echo import wanted_of
 from pilotlight.gateway.openai.structured import grammar_of
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
@@ -152,6 +153,7 @@ def sampling_of(
         min_tokens=request.min_tokens or 0,
         top_logprobs=options.top_logprobs,
         grammar=tools.grammar or grammar_of(request),
+        prompt_logprobs=wanted_of(request),
     )
 
 
@@ -178,5 +180,6 @@ def _room(request: ChatRequest | CompletionRequest, model: Model, prompt_tokens:
             param="max_completion_tokens" if named else "max_tokens",
         )
     if asked is not None:
-        return asked
+        # An engine that only tells of the prompt makes one token, which is thrown away.
+        return max(1, asked)
     return left if chat else min(left, DEFAULT_COMPLETION_TOKENS)

@@ -3,13 +3,15 @@
 from pilotlight.common.db import tables
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.gateway.records.audit import ASKED, OK
+from pilotlight.gateway.schema.batches import ENDED
 from pilotlight.gateway.settings import GatewaySettings
 
 
 def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept.
 
-    Models, keys and drains stay until an operator deletes them.
+    Models, keys and drains stay until an operator deletes them. Files go with their objects
+    (``batches.runner``).
     """
     audit = tables.audit
     refused = audit.c.outcome.not_in((OK, ASKED))
@@ -33,5 +35,12 @@ def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
             days=settings.responses_keep_days,
             max_rows=settings.responses_max_rows,
         ),
+        Keep(
+            at=tables.batches.c.created_at,
+            days=settings.files_keep_days,
+            only=tables.batches.c.status.in_(ENDED),
+        ),
+        # Their batch has ended long ago, and taken them with it.
+        Keep(at=tables.batch_lines.c.at, days=settings.files_keep_days),
         keep_outbox("gateway", settings),
     )

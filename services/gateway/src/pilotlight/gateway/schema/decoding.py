@@ -62,11 +62,14 @@ PLAIN_OFF = (
     "reasoning",
 )
 """Fields of chats that plain completions do not have."""
+PLAIN_ON = ("echo", "prompt_logprobs")
+"""Fields of plain completions that chats do not have."""
 _INSTEAD = {
     "add_special_tokens": "send token ids as the prompt of /v1/completions",
     "allowed_token_ids": "use logit_bias or a grammar",
     "bad_words": "use logit_bias",
     "chat_template": "the model's own is used; send a prompt of your own to /v1/completions",
+    "echo": "use /v1/completions",
     "ebnf": "use structured_outputs.grammar",
     "enable_thinking": "use /v1/chat/completions",
     "functions": "use tools",
@@ -74,6 +77,7 @@ _INSTEAD = {
     "grammar": "use structured_outputs.grammar",
     "json_schema": "use response_format",
     "no_stop_trim": "use include_stop_str_in_output",
+    "prompt_logprobs": "use /v1/completions",
     "reasoning": "use /v1/chat/completions",
     "reasoning_effort": "use /v1/chat/completions",
     "regex": "use structured_outputs.regex",
@@ -139,7 +143,7 @@ def _refuse_unsupported(request: NotSupported) -> None:
         return
     names: tuple[str, ...] = NotSupported.__struct_fields__
     if isinstance(request, CompletionRequest):
-        names = (*names, *PLAIN_OFF)
+        names = (*(name for name in names if name not in PLAIN_ON), *PLAIN_OFF)
     for name in names:
         value = getattr(request, name)
         if value is not None and not _is_off(type(request), name, value):

@@ -6,12 +6,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
+class PromptDetails(msgspec.Struct, kw_only=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int = 0
+    """As many were found in an engine's prefix cache."""
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails = msgspec.field(default_factory=PromptDetails)
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -39,11 +47,14 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log probabilities of a completion choice: parallel lists."""
+    """Log probabilities of a completion choice: parallel lists.
+
+    The first token of a prompt has none, as nothing stands before it.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None = None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
     text_offset: list[int]
 
 
@@ -139,6 +150,15 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: None = None
 
 
+class PlacedToken(msgspec.Struct, kw_only=True):
+    """A token that stands in some place of a prompt, or might."""
+
+    logprob: float
+    rank: int
+    """From 1, the likeliest."""
+    decoded_token: str
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One answer, or what a chunk adds to it."""
 
@@ -146,6 +166,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: list[dict[str, PlacedToken] | None] | UnsetType = UNSET
+    """By token id; null for the first token."""
 
 
 class Completion(msgspec.Struct, kw_only=True):

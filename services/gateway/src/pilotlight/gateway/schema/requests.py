@@ -284,6 +284,8 @@ class ChatRequest(CommonRequest, kw_only=True):
 class CompletionRequest(CommonRequest, kw_only=True):
     """Body of ``POST /v1/completions``.
 
+    With ``echo``, ``logprobs`` holds for the prompt's tokens too.
+
     It has no tools and no reasoning: only the values that switch them off are taken.
     """
 
@@ -300,6 +302,25 @@ class CompletionRequest(CommonRequest, kw_only=True):
             description="A string, token ids, or a list of such prompts, each of which is answered."
         ),
     ]
+    max_tokens: (
+        Annotated[
+            int,
+            Meta(ge=0, le=MAX_INT32, description="0: nothing is written; the prompt is told."),
+        ]
+        | None
+    ) = None
+    echo: Annotated[bool, Meta(description="The text begins with the prompt.")] | None = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=20,
+                description="How many of the likeliest tokens are told in the place of each of the prompt's.",
+            ),
+        ]
+        | None
+    ) = None
     logprobs: (
         Annotated[
             int,

@@ -39,6 +39,7 @@ from pilotlight.gateway.serving.relay import Attempt, Relay
 from pilotlight.gateway.serving.request_time import RequestTime
 from pilotlight.gateway.serving.route import Route, Router
 from pilotlight.gateway.serving.submitting import sampling_on, submitted
+from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import (
     Ended,
     Held,
@@ -104,7 +105,7 @@ class Requests:
                 await life.until_assigned()
                 if await life.attempt():
                     return
-            await life.tell(Ended(life.finish))
+            await life.tell(Ended(life.finish, life.read))
         except ListenerFailed as failed:
             raise failed.error from failed
         finally:
@@ -133,6 +134,7 @@ class _Life:
         self._accepted_s = 0.0
         self.finish: FinishReason | None = None
         """Why the engine ended it; None: it has not."""
+        self.read: PromptRead | None = None
         self._sampling = request.sampling
         slo_s = request.model.slo.ttft_ms / 1000
         hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
@@ -196,11 +198,8 @@ class _Life:
             NotLoaded: another instance is ready before it.
             PilotlightError: it has waited for as long as it may, or no request may wait any more.
         """
-        model, fleet, instance_id = (
-            self._request.model,
-            self._parts.fleet,
-            route.instance.instance_id,
-        )
+        model, fleet = self._request.model, self._parts.fleet
+        instance_id = route.instance.instance_id
         await self.tell(self._progress(place))
 
         def left_s() -> float:
@@ -269,7 +268,7 @@ class _Life:
             if tokens:
                 self._first_token(attempt, place)
                 self._output_ids.extend(token.token_id for token in tokens)
-                if await self.tell(Tokens(tokens)):
+                if await self.tell(Tokens(tokens, attempt.log.read)):
                     return True
             if attempt.finish is None and self._time.left_s() <= 0:
                 raise self._time.too_late(len(self._output_ids))
@@ -325,7 +324,7 @@ class _Life:
             raise error_of(attempt.log.code, attempt.log.message)
         if attempt.finish is FinishReason.CANCELLED:
             raise WorkerLost(f"worker {attempt.worker_id} dropped the request")
-        self.finish = attempt.finish
+        self.finish, self.read = attempt.finish, attempt.log.read
 
     def _retry_or_raise(self, error: PilotlightError, route: Route, attempt: Attempt) -> None:
         """After a refusal or a loss: return when another attempt may help.

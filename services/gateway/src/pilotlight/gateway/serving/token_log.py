@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.policy.request import FinishReason
 
@@ -17,6 +18,15 @@ class Token(NamedTuple):
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
     """The likeliest tokens in its place, and their log probabilities, when they were asked for."""
+
+
+class PromptRead(NamedTuple):
+    """What an engine says of a request's prompt."""
+
+    cached_tokens: int
+    """As many were found in its prefix cache."""
+    logprobs: PromptLogprobs | None
+    """When they were asked for, and the engine knows of them."""
 
 
 class TokenLog:
@@ -35,6 +45,8 @@ class TokenLog:
         self.next_seq = start_seq
         self.highest_seq = start_seq
         """End of the furthest entry that was seen, taken or not."""
+        self.read: PromptRead | None = None
+        """Comes with the first token; None where an earlier attempt was told."""
         self.finish: FinishReason | None = None
         self.code = ""
         self.message = ""
@@ -54,6 +66,8 @@ class TokenLog:
         self.highest_seq = max(self.highest_seq, end_seq + (entry.finish is not None))
         if entry.seq > self.next_seq or end_seq < self.next_seq:
             return False
+        if entry.seq == 0 and self.read is None:
+            self.read = PromptRead(entry.cached_tokens, entry.prompt)
         skip = self.next_seq - entry.seq
         token_ids, logprobs, tops = entry.token_ids, entry.logprobs, entry.top_logprobs
         if logprobs is None:

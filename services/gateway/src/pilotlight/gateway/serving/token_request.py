@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.serving.route import Siblings
 from pilotlight.gateway.serving.starts import ColdStart
-from pilotlight.gateway.serving.token_log import Token
+from pilotlight.gateway.serving.token_log import PromptRead, Token
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.model import Model
 from pilotlight.policy.request import FinishReason, Sampling
@@ -47,6 +47,8 @@ class Tokens:
     """Output tokens, in order, each once."""
 
     tokens: list[Token]
+    read: PromptRead | None = None
+    """What the attempt that gave them says of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Ended:
     """The engine ended it: ``stop`` or ``length``."""
 
     finish: FinishReason
+    read: PromptRead | None = None
+    """As in ``Tokens``."""
 
 
 Update = Held | Tokens | Ended

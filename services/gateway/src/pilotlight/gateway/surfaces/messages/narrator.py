@@ -70,12 +70,15 @@ class MessageNarrator(Narrator):
 
     def _message(self, content: list[AnswerBlock]) -> AnsweredMessage:
         usage = self._conversed.exchange.usage()
+        cached_tokens = usage.prompt_tokens_details.cached_tokens
         return AnsweredMessage(
             id=self._id,
             model=self._conversed.entry.model.name,
             content=content,
             usage=MessageUsage(
-                input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens
+                input_tokens=usage.prompt_tokens - cached_tokens,
+                output_tokens=usage.completion_tokens,
+                cache_read_input_tokens=cached_tokens,
             ),
         )
 

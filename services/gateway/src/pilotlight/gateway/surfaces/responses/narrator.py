@@ -104,7 +104,9 @@ class ResponseNarrator(Narrator):
         reasoning_tokens = self._conversed.exchange.answer.reasoning_tokens
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(),
+            input_tokens_details=InputDetails(
+                cached_tokens=usage.prompt_tokens_details.cached_tokens
+            ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=reasoning_tokens),
             total_tokens=usage.total_tokens,
