@@ -28,7 +28,6 @@ Routes = Annotated[
         show_default=False,
     ),
 ]
-Project = Annotated[str, Parameter(help="organization/project.")]
 Key = Annotated[str, Parameter(help="An id that `pilotlight key list` shows.")]
 
 
@@ -66,7 +65,12 @@ def project_list(*, json: Json = False) -> int:
 
 @project_app.command(name="create")
 def project_create(
-    name: Project, /, *, model: Models = (), route: Routes = (), json: Json = False
+    name: Annotated[str, Parameter(help="organization/project.")],
+    /,
+    *,
+    model: Models = (),
+    route: Routes = (),
+    json: Json = False,
 ) -> int:
     """Make a project; no key of it reaches beyond these models and routes."""
     from pilotlight.cli import tenants
@@ -78,7 +82,12 @@ def project_create(
 
 @project_app.command(name="set")
 def project_set(
-    name: Project, /, *, model: Models = (), route: Routes = (), json: Json = False
+    name: Annotated[str, Parameter(help="organization/project.")],
+    /,
+    *,
+    model: Models = (),
+    route: Routes = (),
+    json: Json = False,
 ) -> int:
     """Say anew what a project's keys may reach at most; what is left out is not limited."""
     from pilotlight.cli import tenants

@@ -51,7 +51,14 @@ def make_project(client: AdminClient, body: dict[str, Any], *, as_json: bool) ->
 def change_project(
     client: AdminClient, name: str, scope: dict[str, list[str]], *, as_json: bool
 ) -> int:
-    """Say anew what a project's keys may reach."""
+    """Say anew what a project's keys may reach.
+
+    Args:
+        client: Asks the gateway.
+        name: The project's.
+        scope: Models and routes.
+        as_json: Print JSON in place of text.
+    """
     changed = client.patch(f"/projects/{quote(name)}", scope)
     told = f"project {name}: models {_scope(changed['models'])}, routes {_scope(changed['routes'])}"
     emit_json(changed) if as_json else console.print(told, markup=False)
@@ -59,7 +66,14 @@ def change_project(
 
 
 def show_keys(client: AdminClient, project: str | None, *, revoked: bool, as_json: bool) -> int:
-    """List keys, but for the keys themselves."""
+    """List keys, but for the keys themselves.
+
+    Args:
+        client: Asks the gateway.
+        project: Only of this one.
+        revoked: Revoked ones, too.
+        as_json: Print JSON in place of text.
+    """
     wanted = {"revoked": str(revoked).lower()} | ({"project": project} if project else {})
     listed = client.get("/keys", **wanted)
     if as_json:
@@ -93,7 +107,14 @@ def make_key(client: AdminClient, body: dict[str, Any], *, as_json: bool) -> int
 
 
 def rotate_key(client: AdminClient, key_id: str, overlap_s: float, *, as_json: bool) -> int:
-    """Make a key in the place of another, and show it."""
+    """Make a key in the place of another, and show it.
+
+    Args:
+        client: Asks the gateway.
+        key_id: The other's.
+        overlap_s: For how long the other goes on.
+        as_json: Print JSON in place of text.
+    """
     made = client.post(f"/keys/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap_s})
     return _show_made(made, as_json=as_json)
 
@@ -109,7 +130,14 @@ def revoke_key(client: AdminClient, key_id: str, *, as_json: bool) -> int:
 
 
 def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as_csv: bool) -> int:
-    """Requests and tokens by day, key and model."""
+    """Requests and tokens by day, key and model.
+
+    Args:
+        client: Asks the gateway.
+        wanted: What the answer is to be narrowed to.
+        as_json: Print JSON in place of text.
+        as_csv: Print CSV in place of text.
+    """
     if as_csv:
         sys.stdout.write(client.text("/usage", format="csv", **wanted))
         return 0
