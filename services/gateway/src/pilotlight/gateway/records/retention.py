@@ -9,7 +9,7 @@ from pilotlight.gateway.settings import GatewaySettings
 def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept.
 
-    Models, keys and drains stay until an operator deletes them.
+    Models, organizations, projects, keys and drains stay until an operator deletes them.
     """
     audit = tables.audit
     refused = audit.c.outcome.not_in((OK, ASKED))
