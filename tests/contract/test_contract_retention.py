@@ -30,6 +30,8 @@ pytestmark = pytest.mark.anyio
 NOW = datetime.now(UTC)
 FOR_EVER = {
     "gateway.models",
+    "gateway.organizations",
+    "gateway.projects",
     "gateway.api_keys",
     "gateway.drains",
     "gateway.files",

@@ -34,6 +34,7 @@ COMMANDS = {
         "main",
         "model_commands",
         "node_commands",
+        "tenant_commands",
         "options",
         "simulate_commands",
     )

@@ -96,6 +96,7 @@ async def test_every_route_is_closed_unless_it_is_listed(world: AdminWorld) -> N
             .replace("{node_id}", "node-1")
         )
         path = path.replace("{verification_id}", "node-1.check")
+        path = path.replace("{key_id}", "key-0123456789abcdef")
         path = path.replace("{instance_id}", "inst-1").replace("{decision_id}", "dec-1")
         assert "{" not in path, f"{path}: give this test a value"
         for method in sorted(route.methods or ()):

@@ -73,6 +73,10 @@ class AdminClient:
         """GET and return the decoded body."""
         return self._call("GET", path, params=parameters)
 
+    def text(self, path: str, **parameters: str | int) -> str:
+        """GET and return the body as it is."""
+        return self._send("GET", path, params=parameters).text
+
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """POST and return the decoded body."""
         return self._call("POST", path, json=dict(body or {}))
@@ -86,6 +90,15 @@ class AdminClient:
         return self._call("DELETE", path)
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
+        response = self._send(method, path, **arguments)
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            raise SystemNotRunning(
+                f"what answers at {self._http.base_url} is no Pilotlight: {response.text[:200]!r}"
+            ) from error
+
+    def _send(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx2.TimeoutException as error:
@@ -96,12 +109,7 @@ class AdminClient:
             raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
         if response.status_code >= 400:
             raise _error_from(response)
-        try:
-            return response.json() if response.content else None
-        except ValueError as error:
-            raise SystemNotRunning(
-                f"what answers at {self._http.base_url} is no Pilotlight: {response.text[:200]!r}"
-            ) from error
+        return response
 
 
 def _error_from(response: httpx2.Response) -> PilotlightError:

@@ -18,6 +18,7 @@ from pilotlight.cli.model_commands import model_app, why_evicted
 from pilotlight.cli.node_commands import node_app
 from pilotlight.cli.options import Host, Json, Port, admin_client, home_folder, host_of, port_of
 from pilotlight.cli.simulate_commands import simulate_app
+from pilotlight.cli.tenant_commands import key_app, org_app, project_app, usage
 from pilotlight.common.errors import BadRequest, PilotlightError
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ app = App(
 app.command(model_app)
 app.command(node_app)
 app.command(simulate_app)
+app.command(org_app)
+app.command(project_app)
+app.command(key_app)
+app.command(usage)
 app.command(show_decision, name="decision")
 app.command(why)
 app.command(replay)

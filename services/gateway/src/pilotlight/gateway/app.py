@@ -23,6 +23,7 @@ from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.live import LiveView
+from pilotlight.gateway.admin.tenants import TenantParts
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.wiring import build_batches
 from pilotlight.gateway.edge.bodies import BodyBudget
@@ -44,6 +45,7 @@ from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
 from pilotlight.gateway.records.usage import UsageRecorder
+from pilotlight.gateway.records.usage_report import UsageReader
 from pilotlight.gateway.serving.arrivals import ArrivalPublisher
 from pilotlight.gateway.serving.demand import DemandPublisher
 from pilotlight.gateway.serving.explain import Decisions, Explainer
@@ -59,6 +61,9 @@ from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_
 from pilotlight.gateway.surfaces.ollama.door import Door
 from pilotlight.gateway.surfaces.responses.store import ResponseRepository
 from pilotlight.gateway.surfaces.routes import ANSWERING_PATHS, SurfaceParts, surface_routes
+from pilotlight.gateway.tenants.following import KeyFollower
+from pilotlight.gateway.tenants.keys import KeyRepository
+from pilotlight.gateway.tenants.projects import ProjectRepository
 from pilotlight.gateway.texts.texts import build_texts
 from pilotlight.gateway.ui.app import CHAT, SessionKeys, UiParts, build_ui
 from pilotlight.gateway.ui.door import MOUNTED_AT
@@ -268,6 +273,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     live = LiveView(serving.fleet, catalog, recent, background)
     drains = DrainRepository(database, clock)
     audit = AuditLog(database, clock, background, context.metrics)
+    keys = KeyRepository(database, clock)
     admin = build_admin(
         AdminParts(
             sessions=sessions,
@@ -279,6 +285,12 @@ async def build(context: Context[GatewaySettings]) -> Application:
             display=display,
             recent=recent,
             live=live,
+            tenants=TenantParts(
+                authenticator=authenticator,
+                keys=keys,
+                projects=ProjectRepository(database, clock),
+                usage=UsageReader(database, clock),
+            ),
         )
     )
     ui = build_ui(
@@ -310,6 +322,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     batches = build_batches(
         settings,
         api,
+        authenticator,
         encoder,
         database,
         context.store,
@@ -336,6 +349,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         database,
         outbox,
         authenticator,
+        KeyFollower(context, keys, authenticator),
         texts,
         catalog,
         usage,

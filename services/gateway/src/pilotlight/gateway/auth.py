@@ -6,17 +6,12 @@ pepper proves it. Keys have full entropy, so a slow hash would buy nothing and c
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import structlog
-from sqlalchemy import func, select, update
-from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import (
     DatabaseUnavailable,
@@ -27,109 +22,20 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.settings import BusSettings, read_secret
 from pilotlight.common.waiting import within
-from pilotlight.gateway.records.audit import SYSTEM, record
 from pilotlight.gateway.settings import AccessSettings
-
-log = structlog.get_logger()
-
-Role = Literal["admin", "inference"]
+from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL, ApiKey, KeyRepository, Minted, Role
+from pilotlight.policy.access import UNLIMITED, Access, AdminRole
 
 PREFIX_CHARS = 16
 MIN_KEY_CHARS = 20
 MAX_KEY_CHARS = 256
 CACHE_S = 5.0
-"""How long a revoked key may still work."""
+"""How long a revoked key may still work where the event that tells of it is lost."""
+RANDOM_BYTES = 32
+ID_BYTES = 8
 RECHECK_DEADLINE_S = 1.0
 """How long a request with a known key waits for a database that does not answer."""
 MAX_CACHED_KEYS = 10_000
-BOOTSTRAP_LABEL = "bootstrap"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """A key as stored: never the key itself."""
-
-    key_id: str
-    prefix: str
-    hash: str
-    role: Literal["admin", "inference"]
-    label: str
-
-
-class KeyRepository:
-    """API keys."""
-
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
-
-    async def by_hash(self, digest: str) -> ApiKey | None:
-        """The key with this hash, unless it is revoked."""
-        keys = tables.api_keys
-        async with self._database.reading() as connection:
-            row = (
-                await connection.execute(
-                    select(keys).where(keys.c.hash == digest, keys.c.revoked_at.is_(None))
-                )
-            ).one_or_none()
-        if row is None:
-            return None
-        return ApiKey(
-            key_id=row.key_id, prefix=row.prefix, hash=row.hash, role=row.role, label=row.label
-        )
-
-    async def ensure_bootstrap(self, key: ApiKey) -> None:
-        """Make this the only valid key with its role and label; one that was revoked before is
-        valid again.
-        """
-        keys = tables.api_keys
-        others = (
-            keys.c.role == key.role,
-            keys.c.label == key.label,
-            keys.c.key_id != key.key_id,
-            keys.c.revoked_at.is_(None),
-        )
-        row = insert(keys).values(
-            key_id=key.key_id,
-            prefix=key.prefix,
-            hash=key.hash,
-            role=key.role,
-            label=key.label,
-            created_at=func.now(),
-        )
-        valid = {"role": key.role, "label": key.label, "revoked_at": None}
-        async with self._database.unit_of_work() as work:
-            revoke = (
-                update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
-            )
-            for revoked in (await work.connection.execute(revoke)).scalars().all():
-                await record(
-                    work,
-                    self._clock,
-                    SYSTEM,
-                    "key_revoke",
-                    revoked,
-                    {"role": key.role, "label": key.label},
-                )
-            differs = (
-                keys.c.revoked_at.is_not(None)
-                | (keys.c.role != key.role)
-                | (keys.c.label != key.label)
-            )
-            install = row.on_conflict_do_update(
-                index_elements=["key_id"], set_=valid, where=differs
-            )
-            for installed in (
-                (await work.connection.execute(install.returning(keys.c.key_id))).scalars().all()
-            ):
-                await record(
-                    work,
-                    self._clock,
-                    SYSTEM,
-                    "key_install",
-                    installed,
-                    {"role": key.role, "label": key.label},
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +45,19 @@ class KeyInfo:
     key_id: str
     role: Role
     label: str
+    access: Access = UNLIMITED
+    admin_role: AdminRole = AdminRole.OWNER
+    """Of an admin key."""
+
+    def for_route(self, path: str) -> "KeyInfo":
+        """This key, which may be used there.
+
+        Raises:
+            Forbidden: it may not.
+        """
+        if not self.access.allows_route(path):
+            raise Forbidden(f"this key is not for {path}: its scope names other routes")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +84,9 @@ class Authenticator:
         self._access = access
         self._clock = clock
         self._cache: dict[str, _Cached] = {}
+        self._used: set[str] = set()
+        self._changes = 0
+        """Counts what was forgotten: what was read before that is not kept."""
 
     async def start(self) -> None:
         """Put the bootstrap keys into the database and revoke their predecessors.
@@ -208,18 +130,62 @@ class Authenticator:
         Raises:
             Unauthorized, Forbidden, DatabaseUnavailable: as ``require``.
         """
-        key = await self._find(digest)
+        info = self._valid(await self._find(digest), role)
+        self._used.add(info.key_id)
+        return info
+
+    async def of_key(self, key_id: str, role: Role) -> KeyInfo:
+        """What a key may do now whose request was taken before.
+
+        Raises:
+            Unauthorized: it was revoked since, or has expired.
+            Forbidden: it is for the other API.
+            DatabaseUnavailable: it cannot be looked up now.
+        """
+        return self._valid(await self._keys.by_id(key_id), role)
+
+    def _valid(self, key: ApiKey | None, role: Role) -> KeyInfo:
         if key is None:
             raise Unauthorized("this key is not valid")
+        if key.expires_at is not None and key.expires_at <= self._clock.wall():
+            raise Unauthorized("this key has expired: make another with `pilotlight key create`")
         if key.role != role:
             raise Forbidden(f"this route needs an {role} key, and this is an {key.role} key")
-        return KeyInfo(key.key_id, role, key.label)
+        return KeyInfo(key.key_id, role, key.label, key.access, key.admin_role)
+
+    def forget(self, *, key_id: str | None = None, project: str | None = None) -> None:
+        """Look again before a key, or any key of a project, is used again."""
+        self._changes += 1
+        stale = [
+            digest
+            for digest, cached in self._cache.items()
+            if cached.key.key_id == key_id or cached.key.project == project
+        ]
+        for digest in stale:
+            del self._cache[digest]
+
+    def take_used(self) -> frozenset[str]:
+        """Ids of keys that were used since this was asked before."""
+        used = frozenset(self._used)
+        self._used.clear()
+        return used
+
+    def mint(self, role: Role) -> Minted:
+        """A new random key."""
+        plain = f"pl-{role}-{secrets.token_urlsafe(RANDOM_BYTES)}"
+        return Minted(
+            key_id=f"key-{secrets.token_hex(ID_BYTES)}",
+            plain=plain,
+            prefix=plain[:PREFIX_CHARS],
+            hash=self._hash(plain),
+        )
 
     async def _find(self, digest: str) -> ApiKey | None:
         now_s = self._clock.monotonic_s()
         cached = self._cache.get(digest)
         if cached is not None and now_s - cached.read_s < CACHE_S:
             return cached.key
+        changes = self._changes
         if cached is None:
             key = await self._keys.by_hash(digest)
         else:
@@ -234,6 +200,9 @@ class Authenticator:
         if key is None:
             self._cache.pop(digest, None)
             return None
+        if changes != self._changes:
+            # It may have been revoked between the reading and now: the next request looks again.
+            return key
         if len(self._cache) >= MAX_CACHED_KEYS:
             self._cache.pop(next(iter(self._cache)))
         self._cache[digest] = _Cached(key, now_s)

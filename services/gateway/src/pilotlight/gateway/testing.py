@@ -9,10 +9,12 @@ from typing import Any
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import Forbidden, Unauthorized
-from pilotlight.gateway.auth import KeyInfo, Role
+from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.models.catalog import CatalogEntry
+from pilotlight.gateway.tenants.keys import Role
 from pilotlight.gateway.texts.model_text import ModelText, facts_of
 from pilotlight.gateway.texts.process import HelperLauncher, Launched
+from pilotlight.policy.access import Access, KeyScope
 from pilotlight.policy.ids import (
     Digest,
     ModelName,
@@ -25,6 +27,8 @@ from pilotlight.text.tokenizer import TextTokenizer
 DIGEST = Digest("d" * 64)
 API_KEY = "pl-inference-for-tests"
 ADMIN_KEY = "pl-admin-for-tests"
+ELSEWHERE_KEY = "pl-inference-for-other-models"
+CHAT_KEY = "pl-inference-for-chats"
 TEXT_HELPER_MEMORY_BYTES = 512 * 1024 * 1024
 CREATED_UNIX_S = 1_760_000_000
 
@@ -122,17 +126,23 @@ class KnownModels:
 
 
 class FixedKeys:
-    """Knows one key of each role."""
+    """Knows one key of each role, one for other models than there are, and one for chats."""
 
     async def require(self, headers: Mapping[str, str], role: Role) -> KeyInfo:
         """As ``Authenticator.require``."""
-        keys: dict[str, Role] = {f"Bearer {API_KEY}": "inference", f"Bearer {ADMIN_KEY}": "admin"}
-        found = keys.get(headers.get("authorization", ""))
+        keys: dict[str, tuple[Role, KeyScope]] = {
+            API_KEY: ("inference", KeyScope()),
+            ADMIN_KEY: ("admin", KeyScope()),
+            ELSEWHERE_KEY: ("inference", KeyScope(models=("elsewhere",))),
+            CHAT_KEY: ("inference", KeyScope(routes=("/v1/chat",))),
+        }
+        found = keys.get(headers.get("authorization", "").removeprefix("Bearer "))
         if found is None:
             raise Unauthorized
-        if found != role:
+        its_role, scope = found
+        if its_role != role:
             raise Forbidden
-        return KeyInfo(f"key-{role}", role, "test")
+        return KeyInfo(f"key-{role}", role, "test", Access(key=scope))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     Double,
+    ForeignKey,
     Identity,
     Index,
     Integer,
@@ -95,6 +96,29 @@ models = Table(
 )
 """``body`` is a ``Model``."""
 
+organizations = Table(
+    "organizations", metadata, _key("name"), _time("created_at"), schema="gateway"
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    _key("name"),
+    Column(
+        "organization",
+        Text,
+        ForeignKey("gateway.organizations.name", name="projects_organization_fkey"),
+        nullable=False,
+    ),
+    _json("scope"),
+    _time("created_at"),
+    schema="gateway",
+)
+"""``name`` is ``organization/project``; ``scope`` is a ``KeyScope``."""
+
+DEFAULT_PROJECT = "default/default"
+"""Of keys from files, and of those that name no project. The migrations make it."""
+
 api_keys = Table(
     "api_keys",
     metadata,
@@ -105,11 +129,24 @@ api_keys = Table(
     _text("label"),
     _time("created_at"),
     _time("revoked_at", null=True),
+    Column(
+        "project",
+        Text,
+        ForeignKey("gateway.projects.name", name="api_keys_project_fkey"),
+        nullable=False,
+        server_default=DEFAULT_PROJECT,
+        index=True,
+    ),
+    Column("admin_role", Text, nullable=False, server_default="owner"),
+    Column("scope", JSONB, nullable=False, server_default="{}"),
+    _time("expires_at", null=True),
+    _time("last_used_at", null=True),
     CheckConstraint("role IN ('admin', 'inference')", name="role"),
+    CheckConstraint("admin_role IN ('viewer', 'operator', 'owner')", name="admin_role"),
     schema="gateway",
 )
 """``hash`` is an HMAC of the key, and what finds its row; ``prefix`` is what people know it by. The
-key itself is nowhere."""
+key itself is nowhere. ``scope`` is a ``KeyScope``; ``admin_role`` is of admin keys."""
 
 usage = Table(
     "usage",

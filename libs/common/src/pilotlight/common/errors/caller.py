@@ -56,7 +56,7 @@ class Forbidden(CallerError):
 
     code = "forbidden"
     status = 403
-    action = "Use an admin key for /admin/v1, an inference key for /v1."
+    action = "Use an admin key for /admin/v1, an inference key for /v1, with the role or routes for it: see `pilotlight key list`."
 
 
 class NotFound(CallerError):

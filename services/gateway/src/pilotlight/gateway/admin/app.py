@@ -39,6 +39,7 @@ from pilotlight.gateway.admin.live import LiveView
 from pilotlight.gateway.admin.nodes import Fleet, add_nodes
 from pilotlight.gateway.admin.recent import add_recent, add_stream
 from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted, model_body
+from pilotlight.gateway.admin.tenants import TenantParts, add_tenants
 from pilotlight.gateway.admin.transfers import add_transfers
 from pilotlight.gateway.admin.verifications import add_verifications
 from pilotlight.gateway.admin.views import add_views
@@ -69,6 +70,7 @@ class AdminParts:
     display: Display
     recent: RecentReader
     live: LiveView
+    tenants: TenantParts
 
 
 def build_admin(parts: AdminParts) -> FastAPI:
@@ -99,6 +101,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
     add_views(app, parts.display, parts.fleet, parts.audit)
     add_recent(app, parts.display, parts.recent)
     add_stream(app, parts.live)
+    add_tenants(app, parts.tenants)
     return app
 
 

@@ -19,6 +19,8 @@ from pilotlight.gateway.admin.drains import NodeState
 from pilotlight.gateway.admin.live import RowsEvent
 from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, WarmAccepted
 from pilotlight.gateway.records.recent import MinuteRow
+from pilotlight.gateway.records.usage_report import DayUsage
+from pilotlight.gateway.tenants.schemas import ShownKey, ShownOrganization, ShownProject
 from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Model
@@ -146,6 +148,15 @@ Failure = _of("Error", "Every answer that is not a success.", error=ShownFault)
 Warmed = _of("Warmed", "An instance is on its way, or ready.", WarmAccepted)
 Evicted = _of("Evicted", "These instances are being released.", EvictAccepted)
 
+Organization = _of("Organization", "An organization.", ShownOrganization)
+Organizations = _of("Organizations", "Every organization.", organizations=list[Organization])
+ProjectReply = _of("Project", "A project, and what its keys may reach.", ShownProject)
+Projects = _of("Projects", "Every project.", projects=list[ProjectReply])
+KeyReply = _of("Key", "A key, but for the key itself.", ShownKey)
+Keys = _of("Keys", "Keys, the newest first.", keys=list[KeyReply])
+NewKeyReply = _of("NewKey", "A key that was made, and the key itself.", ShownKey, key=str)
+UsageRows = _of("Usage", "Requests and tokens by day, key and model.", usage=list[DayUsage])
+
 REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("post", "/models"): ShownModel,
     ("get", "/models"): Models,
@@ -172,6 +183,16 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("get", "/evictions"): Evictions,
     ("get", "/traces"): Found,
     ("get", "/stream"): RowsEvent,
+    ("get", "/organizations"): Organizations,
+    ("post", "/organizations"): Organization,
+    ("get", "/projects"): Projects,
+    ("post", "/projects"): ProjectReply,
+    ("patch", "/projects/{name}"): ProjectReply,
+    ("get", "/keys"): Keys,
+    ("post", "/keys"): NewKeyReply,
+    ("post", "/keys/{key_id}/rotate"): NewKeyReply,
+    ("delete", "/keys/{key_id}"): None,
+    ("get", "/usage"): UsageRows,
 }
 """What each route answers when it succeeds; None: nothing."""
 STREAMS = frozenset({"/stream"})

@@ -16,6 +16,7 @@ from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.edge.http import error_code_of, read_body
 from pilotlight.gateway.records.audit import Actor, AuditLog
 from pilotlight.gateway.sessions import Sessions
+from pilotlight.policy.access import AdminNeed, may_administer
 
 MAX_BODY_BYTES = 64 * 1024
 OPEN_PATHS = frozenset({"/docs", "/openapi.json"})
@@ -33,8 +34,16 @@ ACTIONS = (
     ("DELETE", re.compile(r"/models/(.+)"), "model_delete"),
     ("POST", re.compile(r"/nodes/([^/]+)/drain"), "node_drain"),
     ("DELETE", re.compile(r"/nodes/([^/]+)/drain"), "node_undrain"),
+    ("POST", re.compile(r"/organizations"), "organization_create"),
+    ("POST", re.compile(r"/projects"), "project_create"),
+    ("PATCH", re.compile(r"/projects/(.+)"), "project_change"),
+    ("POST", re.compile(r"/keys"), "key_create"),
+    ("POST", re.compile(r"/keys/([^/]+)/rotate"), "key_rotate"),
+    ("DELETE", re.compile(r"/keys/([^/]+)"), "key_revoke"),
 )
 """What the audit log calls each write; a test walks the routes."""
+OWNED = re.compile(r"/(organizations|projects|keys)(/.*)?")
+"""Paths whose writes take an owner's key."""
 _TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -62,6 +71,13 @@ def action_of(method: str, path: str) -> tuple[str, str]:
         if found is not None:
             return action, found[1] if found.re.groups else ""
     return "unknown", path
+
+
+def need_of(method: str, path: str) -> AdminNeed:
+    """What a request takes; a write that is not known takes an operator."""
+    if method not in WRITES:
+        return AdminNeed.READ
+    return AdminNeed.OWN if OWNED.fullmatch(path) is not None else AdminNeed.OPERATE
 
 
 class Gate:
@@ -96,6 +112,11 @@ class Gate:
                     request.headers, changes=request.method in WRITES
                 )
                 actor = _actor(request, key.label, key.key_id)
+                need = need_of(request.method, path)
+                if not may_administer(key.admin_role, need):
+                    raise Forbidden(
+                        f"this key's role is {key.admin_role.value}, which does not let it {need.value} here"
+                    )
             request.state.actor = actor
             body = await read_body(request, MAX_BODY_BYTES, actor.key_id)
             read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

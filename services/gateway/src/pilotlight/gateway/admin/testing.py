@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
+from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Context
 from pilotlight.common.sources.opening import Sources
@@ -25,6 +26,7 @@ from pilotlight.common.sources.ranged import Patience
 from pilotlight.gateway.admin.app import AdminParts, build_admin
 from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.live import LiveView
+from pilotlight.gateway.admin.tenants import TenantParts
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.http import Edge
@@ -34,9 +36,13 @@ from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.records.audit import AuditLog
 from pilotlight.gateway.records.display import Display
 from pilotlight.gateway.records.recent import RecentReader
+from pilotlight.gateway.records.usage_report import UsageReader
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.tenants.following import KeyFollower
+from pilotlight.gateway.tenants.keys import KeyRepository
+from pilotlight.gateway.tenants.projects import ProjectRepository
 from pilotlight.gateway.testing import RESERVED_HELPERS
 from pilotlight.gateway.texts.texts import Texts, build_texts
 from pilotlight.text.testing import byte_level_json
@@ -109,6 +115,11 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     sessions = Sessions(authenticator, context.clock)
     recent = RecentReader(database, context.clock)
     live = LiveView(fleet, catalog, recent, context.background)
+    keys = KeyRepository(database, context.clock)
+    outbox = Outbox(database, context)
+    follower = KeyFollower(context, keys, authenticator)
+    await outbox.start()
+    await follower.start()
     await live.start()
     parts = AdminParts(
         sessions=sessions,
@@ -120,6 +131,12 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
         display=Display(database),
         recent=recent,
         live=live,
+        tenants=TenantParts(
+            authenticator=authenticator,
+            keys=keys,
+            projects=ProjectRepository(database, context.clock),
+            usage=UsageReader(database, context.clock),
+        ),
     )
     app = build_admin(parts)
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
@@ -147,6 +164,8 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     finally:
         await http.aclose()
         await live.stop()
+        await follower.stop()
+        await outbox.stop()
         await audit.stop()
         await catalog.stop()
         await texts.stop()

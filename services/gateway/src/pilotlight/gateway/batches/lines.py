@@ -11,7 +11,7 @@ import msgspec
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.gateway.auth import KeyInfo
+from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.repository import Line
 from pilotlight.gateway.edge.errors import error_body
 from pilotlight.gateway.openai.api import CHAT_PATH, Asker, OpenAiApi
@@ -94,6 +94,8 @@ class LineRunner:
     """Runs lines as requests of the key that owns their batch."""
 
     api: OpenAiApi
+    keys: Authenticator
+    """Say what the owner may do now: its key may have ended, or lost a model, since then."""
     encoder: PromptEncoder
     rng: random.Random
 
@@ -125,11 +127,8 @@ class LineRunner:
 
     async def _answer(self, key_id: str, request_id: Any, line: BatchLine) -> bytes:
         api, raw = self.api, bytes(line.body)
-        asker = Asker(
-            request_id=request_id,
-            key=KeyInfo(key_id, "inference", "batch"),
-            arrived_s=api.now_s(),
-        )
+        key = (await self.keys.of_key(key_id, "inference")).for_route(line.url)
+        asker = Asker(request_id=request_id, key=key, arrived_s=api.now_s())
         scope: dict[str, Any] = {"type": "http", "state": {}}
         if line.url == CHAT_PATH:
             chat = await self.encoder.read(raw, ChatRequest, key_id)

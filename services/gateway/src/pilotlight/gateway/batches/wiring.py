@@ -9,6 +9,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Background
 from pilotlight.common.store import ObjectStore
+from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.files import FileStore
 from pilotlight.gateway.batches.lines import LineRunner
 from pilotlight.gateway.batches.repository import BatchRepository
@@ -31,6 +32,7 @@ class Batches:
 def build_batches(
     settings: GatewaySettings,
     api: OpenAiApi,
+    keys: Authenticator,
     encoder: PromptEncoder,
     database: Database,
     store: ObjectStore,
@@ -44,6 +46,7 @@ def build_batches(
     Args:
         settings: the gateway's.
         api: what lines go to.
+        keys: say what the keys of batches may do.
         encoder: reads their bodies.
         database: has rows.
         store: has content.
@@ -70,7 +73,7 @@ def build_batches(
             repository=repository,
             files=files,
             store=store,
-            lines=LineRunner(api, encoder, random.SystemRandom()),
+            lines=LineRunner(api, keys, encoder, random.SystemRandom()),
             load=load,
             clock=clock,
             background=background,

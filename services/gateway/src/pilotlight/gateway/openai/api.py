@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Scope
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelNotFound, QueueFull
 from pilotlight.common.telemetry import current_traceparent
-from pilotlight.gateway.auth import KeyInfo, Role
+from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.edge.http import read_body
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.answer import Answer
@@ -37,12 +37,13 @@ from pilotlight.gateway.openai.parameters import (
 from pilotlight.gateway.openai.prompt import PromptEncoder, prompts_of
 from pilotlight.gateway.openai.reasoning import NO_REASONING, ReasoningUse, reasoning_use
 from pilotlight.gateway.openai.structured import grammar_of
-from pilotlight.gateway.openai.told import cold_start_of, tell_ignored, tell_readiness
+from pilotlight.gateway.openai.told import cold_start_of, model_card, tell_ignored, tell_readiness
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
-from pilotlight.gateway.schema.replies import ModelCard, ModelList
+from pilotlight.gateway.schema.replies import ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.token_request import TokenRequest
+from pilotlight.gateway.tenants.keys import Role
 from pilotlight.policy.ids import RequestId
 
 CHAT_PATH = "/v1/chat/completions"
@@ -171,22 +172,24 @@ class OpenAiApi:
         )
 
     async def models(self, request: Request) -> Response:
-        """Every model."""
-        await self._keys.require(request.headers, "inference")
+        """Every model that the key may use."""
+        key = await self._key(request)
         cards = [
-            self._model_card(name, entry)
+            model_card(name, entry, self._exchanges.starts.readiness(entry.model))
             for name in self._models.names()
             if (entry := self._models.get(name)) is not None
+            and key.access.allows_model(entry.model.name)
         ]
         return _json(ModelList(data=cards))
 
     async def model(self, request: Request) -> Response:
         """One model; names may hold slashes."""
-        await self._keys.require(request.headers, "inference")
+        key = await self._key(request)
         name: str = request.path_params["name"]
         if not name:
             raise ModelNotFound("a model's name is missing in the path", param="model")
-        return _json(self._model_card(name, await self.entry(name)))
+        entry = await self.entry(name, key)
+        return _json(model_card(name, entry, self._exchanges.starts.readiness(entry.model)))
 
     async def openapi(self, _: Request) -> Response:
         """The API's description: open."""
@@ -214,7 +217,7 @@ class OpenAiApi:
         """
         arrived_s = self._clock.monotonic_s()
         given = request.headers
-        key = keyless or await self._keys.require(headers or given, "inference")
+        key = keyless or await self._key(request, headers)
         return Asker(
             request_id=RequestId(request.state.request_id),
             key=key,
@@ -240,7 +243,7 @@ class OpenAiApi:
             CallerError: it cannot be answered.
             CapacityError, TransientError: not now.
         """
-        entry = await self.entry(body.model)
+        entry = await self.entry(body.model, asker.key)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
@@ -257,7 +260,7 @@ class OpenAiApi:
             CallerError: they cannot be continued.
             CapacityError, TransientError: not now.
         """
-        entry = await self.entry(body.model)
+        entry = await self.entry(body.model, asker.key)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)
@@ -289,10 +292,14 @@ class OpenAiApi:
         conversation = conversation_of(body, entry.text, tools)
         return await self._encoder.chat(entry, conversation, key.key_id)
 
-    def known(self) -> list[CatalogEntry]:
-        """Every registered model, by name."""
+    def known(self, key: KeyInfo) -> list[CatalogEntry]:
+        """Every registered model that a key may use, by name."""
         entries = (self._models.get(name) for name in self._models.names())
-        by_name = {entry.model.name: entry for entry in entries if entry is not None}
+        by_name = {
+            entry.model.name: entry
+            for entry in entries
+            if entry is not None and key.access.allows_model(entry.model.name)
+        }
         return list(by_name.values())
 
     def device_bytes(self, entry: CatalogEntry) -> int:
@@ -303,17 +310,22 @@ class OpenAiApi:
             for placement in instance.placements
         )
 
-    async def entry(self, name: str) -> CatalogEntry:
+    async def entry(self, name: str, key: KeyInfo) -> CatalogEntry:
         """A model by a name that requests may use.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: there is none, as far as this key may know.
             BadRequest: there is no name, and no default.
         """
         entry = await self._models.find(name)
-        if entry is None:
+        if entry is None or not key.access.allows_model(entry.model.name):
             raise ModelNotFound(f"there is no model {name[:200]!r}", param="model")
         return entry
+
+    async def _key(self, request: Request, headers: Mapping[str, str] | None = None) -> KeyInfo:
+        """Whose key it is; the key is for this route."""
+        key = await self._keys.require(headers or request.headers, "inference")
+        return key.for_route(request.scope["path"])
 
     def now_s(self) -> float:
         """The time that passes."""
@@ -382,18 +394,6 @@ class OpenAiApi:
             )
             choices.append(Choice(index, self._exchanges, request, answer))
         return choices
-
-    def _model_card(self, name: str, entry: CatalogEntry) -> ModelCard:
-        """What clients see of a model."""
-        readiness = self._exchanges.starts.readiness(entry.model)
-        return ModelCard(
-            id=name,
-            root=entry.model.name,
-            created=entry.created_unix_s,
-            max_model_len=entry.model.spec.max_context_tokens,
-            state=readiness.state.value,
-            expected_s=readiness.expected_s,
-        )
 
 
 def _json(body: object) -> Response:

@@ -7,8 +7,10 @@ from starlette.types import Scope
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.edge.client_headers import note_header
+from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.prompt import INLINE_BYTES
 from pilotlight.gateway.schema.decoding import ignored_fields
+from pilotlight.gateway.schema.replies import ModelCard
 from pilotlight.gateway.serving.starts import ColdStart, ModelState, Readiness
 
 COLD_START = "x-pilotlight-cold-start"
@@ -49,3 +51,15 @@ def tell_ignored(scope: Scope, body: bytes, as_type: type[msgspec.Struct]) -> No
     """
     if len(body) <= INLINE_BYTES and (names := ignored_fields(body, as_type)):
         note_header(scope, IGNORED_FIELDS, ", ".join(names))
+
+
+def model_card(name: str, entry: CatalogEntry, readiness: Readiness) -> ModelCard:
+    """What clients see of a model under one of its names."""
+    return ModelCard(
+        id=name,
+        root=entry.model.name,
+        created=entry.created_unix_s,
+        max_model_len=entry.model.spec.max_context_tokens,
+        state=readiness.state.value,
+        expected_s=readiness.expected_s,
+    )

@@ -10,8 +10,8 @@ from pilotlight.gateway.settings import GatewaySettings
 def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
     """How long rows of this schema are kept.
 
-    Models, keys and drains stay until an operator deletes them. Files go with their objects
-    (``batches.runner``).
+    Models, organizations, projects, keys and drains stay until an operator deletes them. Files go
+    with their objects (``batches.runner``).
     """
     audit = tables.audit
     refused = audit.c.outcome.not_in((OK, ASKED))

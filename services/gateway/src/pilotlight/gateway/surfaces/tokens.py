@@ -49,7 +49,7 @@ class TokenRoutes:
         body = await self._api.read(request, TokenizeRequest, asker.key)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("one of prompt and messages is needed, and not both", param="prompt")
-        entry = await self._api.entry(body.model)
+        entry = await self._api.entry(body.model, asker.key)
         token_ids = (
             await self._of_text(entry, body, body.prompt, asker.key)
             if body.prompt is not None
@@ -72,7 +72,7 @@ class TokenRoutes:
         """The text of token ids, special tokens included."""
         asker = await self._api.asker(request)
         body = await self._api.read(request, DetokenizeRequest, asker.key)
-        entry = await self._api.entry(body.model)
+        entry = await self._api.entry(body.model, asker.key)
         vocab_size = entry.model.spec.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise BadRequest(

@@ -18,10 +18,11 @@ from pilotlight.common.errors import (
     PilotlightError,
     RouteNotFound,
 )
-from pilotlight.gateway.auth import KeyInfo, Role
+from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.edge import http
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.sessions import Sessions
+from pilotlight.gateway.tenants.keys import Role
 from pilotlight.gateway.ui.door import MOUNTED_AT, SIGN_IN, Door
 from pilotlight.gateway.ui.pages import PageParts, Pages
 from pilotlight.gateway.ui.sign_in import SignIn

@@ -53,7 +53,7 @@ class MessageRoutes:
         body = await self._api.read(request, CountRequest, asker.key)
         chat = chat_of(body)
         check_sizes(chat)
-        entry = await self._api.entry(body.model)
+        entry = await self._api.entry(body.model, asker.key)
         tools = tool_use_of(chat, entry.text)
         token_ids = await self._api.prompt_of(entry, chat, tools, asker.key)
         count = InputTokens(input_tokens=len(token_ids))

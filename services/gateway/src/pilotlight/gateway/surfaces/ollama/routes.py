@@ -90,14 +90,14 @@ class OllamaRoutes:
 
     async def tags(self, request: Request) -> Response:
         """Every model."""
-        await self._asker(request)
-        return _json(OllamaModels(models=[_model(entry) for entry in self.api.known()]))
+        asker = await self._asker(request)
+        return _json(OllamaModels(models=[_model(entry) for entry in self.api.known(asker.key)]))
 
     async def running(self, request: Request) -> Response:
         """Models that can answer at once."""
-        await self._asker(request)
+        asker = await self._asker(request)
         models: list[OllamaModel] = []
-        for entry in self.api.known():
+        for entry in self.api.known(asker.key):
             if held_bytes := self.api.device_bytes(entry):
                 model = _model(entry)
                 keep_s = entry.model.scaling.keep_alive_s
@@ -110,7 +110,7 @@ class OllamaRoutes:
         """What one model is and can do."""
         asker = await self._asker(request)
         body = await self.api.read(request, OllamaShowRequest, asker.key)
-        entry = await self.api.entry(name_of(body.model))
+        entry = await self.api.entry(name_of(body.model), asker.key)
         text, spec = entry.text, entry.model.spec
         capabilities = ["completion"]
         if text.tools.describes and text.tools.dialect is not None:

@@ -1,0 +1,1 @@
+"""Organizations, their projects, and the keys of each."""

@@ -1,0 +1,119 @@
+"""What may be said of organizations, projects and keys."""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+
+from pilotlight.common.db.tables import DEFAULT_PROJECT
+
+PART = r"[a-z0-9][a-z0-9._-]{0,62}"
+ORGANIZATION = rf"^{PART}$"
+PROJECT = rf"^{PART}/{PART}$"
+MAX_PATTERNS = 100
+
+ModelPattern = Annotated[
+    str, StringConstraints(pattern=r"^([A-Za-z0-9._/-]+\*?|\*)$", max_length=128)
+]
+RoutePath = Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9._/-]*$", max_length=128)]
+Models = Annotated[
+    list[ModelPattern],
+    Field(
+        max_length=MAX_PATTERNS,
+        description="Registered names; one that ends in `*` stands for all that begin so. Empty: all.",
+    ),
+]
+Routes = Annotated[
+    list[RoutePath],
+    Field(
+        max_length=MAX_PATTERNS,
+        description="Paths, each with all below it, such as `/v1/chat`. Empty: all.",
+    ),
+]
+
+
+class Body(BaseModel):
+    """Base of request bodies: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewOrganization(Body):
+    """``POST /admin/v1/organizations``."""
+
+    name: str = Field(pattern=ORGANIZATION)
+
+
+class NewProject(Body):
+    """``POST /admin/v1/projects``."""
+
+    name: str = Field(pattern=PROJECT, description="`organization/project`.")
+    models: Models = Field(default_factory=list[str])
+    routes: Routes = Field(default_factory=list[str])
+
+
+class ProjectChanges(Body):
+    """``PATCH /admin/v1/projects/{name}``: what its keys may do from now on, whole."""
+
+    models: Models = Field(default_factory=list[str])
+    routes: Routes = Field(default_factory=list[str])
+
+
+class NewKey(Body):
+    """``POST /admin/v1/keys``."""
+
+    label: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,99}$", description="What people know it by."
+    )
+    role: Literal["inference", "admin"] = "inference"
+    project: str = Field(DEFAULT_PROJECT, pattern=PROJECT)
+    models: Models = Field(default_factory=list[str])
+    routes: Routes = Field(default_factory=list[str])
+    admin_role: Literal["viewer", "operator", "owner"] | None = Field(
+        None, description="Of an admin key: by default `viewer`."
+    )
+    expires_at: AwareDatetime | None = Field(
+        None, description="RFC 3339; without it the key works until it is revoked."
+    )
+
+
+class Rotation(Body):
+    """``POST /admin/v1/keys/{key_id}/rotate``."""
+
+    overlap_s: float = Field(
+        0.0, ge=0, le=31_536_000, allow_inf_nan=False, description="How long the old key goes on."
+    )
+
+
+class ShownOrganization(BaseModel):
+    """An organization."""
+
+    name: str
+    created_at: datetime
+
+
+class ShownProject(BaseModel):
+    """A project, and what its keys may do at most."""
+
+    name: str
+    organization: str
+    models: list[str]
+    routes: list[str]
+    created_at: datetime
+
+
+class ShownKey(BaseModel):
+    """A key, but for the key itself."""
+
+    key_id: str
+    prefix: str
+    role: str
+    label: str
+    project: str
+    admin_role: str
+    models: list[str]
+    routes: list[str]
+    created_at: datetime
+    expires_at: datetime | None
+    last_used_at: datetime | None
+    revoked_at: datetime | None
