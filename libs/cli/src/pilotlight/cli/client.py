@@ -95,7 +95,7 @@ class AdminClient:
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
         if response.status_code >= 400:
-            raise _error_from(response)
+            raise error_from(response)
         try:
             return response.json() if response.content else None
         except ValueError as error:
@@ -104,7 +104,8 @@ class AdminClient:
             ) from error
 
 
-def _error_from(response: httpx2.Response) -> PilotlightError:
+def error_from(response: httpx2.Response) -> PilotlightError:
+    """What a gateway's answer with an error's status says."""
     try:
         error = response.json()["error"]
         return error_of(str(error["code"]), str(error["message"]))

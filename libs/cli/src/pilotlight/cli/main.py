@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
+from pilotlight.cli.chat_commands import pull, run_model
 from pilotlight.cli.decision_commands import replay, show_decision, why
 from pilotlight.cli.model_commands import model_app, why_evicted
 from pilotlight.cli.node_commands import node_app
@@ -35,6 +36,8 @@ app = App(
     help="Serves many language models from a fixed pool of devices; those that nobody asks for hold none.",
     version=_version,
 )
+app.command(run_model, name=("run", "chat"))
+app.command(pull)
 app.command(model_app)
 app.command(node_app)
 app.command(simulate_app)

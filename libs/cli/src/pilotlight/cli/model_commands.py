@@ -5,7 +5,13 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pilotlight.cli.options import Json, Name, admin_client
+from pilotlight.cli.options import (
+    DEFAULT_TPOT_MS,
+    DEFAULT_TTFT_MS,
+    Json,
+    Name,
+    admin_client,
+)
 
 model_app = App(name="model", help="Register, list, warm, evict, pin and delete models.")
 
@@ -29,8 +35,8 @@ def model_add(
     revision: Annotated[
         str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")
     ] = None,
-    ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = 10_000.0,
-    tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = 200.0,
+    ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = DEFAULT_TTFT_MS,
+    tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = DEFAULT_TPOT_MS,
     dtype: Annotated[
         str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")
     ] = "auto",
