@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pilotlight.cli.home import Home
+from pilotlight.cli.log_lines import told
 from pilotlight.cli.output import console, emit_json
 from pilotlight.common.errors import NotFound
 
@@ -50,7 +51,7 @@ def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: 
         handles = [(file, stack.enter_context(file.open("rb"))) for file in files]
         for file, handle in handles:
             for line in deque(handle, maxlen=max(0, lines)):
-                _print(file, line, as_json=as_json, alone=len(files) == 1)
+                _print(file, line, as_json=as_json)
         if follow:
             _follow(handles, as_json=as_json)
     return 0
@@ -64,7 +65,7 @@ def _follow(handles: Sequence[tuple[Path, BinaryIO]], *, as_json: bool) -> None:
             for file, handle in handles:
                 for line in _whole_lines(handle):
                     quiet = False
-                    _print(file, line, as_json=as_json, alone=len(handles) == 1)
+                    _print(file, line, as_json=as_json)
             if quiet:
                 # A file has no event that Python's standard library can wait for.
                 time.sleep(POLL_INTERVAL_S)  # noqa: TID251
@@ -81,11 +82,9 @@ def _whole_lines(handle: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _print(file: Path, raw: bytes, *, as_json: bool, alone: bool) -> None:
+def _print(file: Path, raw: bytes, *, as_json: bool) -> None:
     line = raw.decode(errors="replace").rstrip("\n")
     if as_json:
         emit_json({"service": file.stem, "line": line})
-    elif alone:
-        console.print(line, markup=False, soft_wrap=True)
     else:
-        console.print(f"{file.stem:<14} {line}", markup=False, soft_wrap=True)
+        console.print(told(file.stem, line), soft_wrap=True)

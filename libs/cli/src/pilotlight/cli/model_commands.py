@@ -5,6 +5,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from pilotlight.cli.fleet_commands import warm
 from pilotlight.cli.options import (
     DEFAULT_TPOT_MS,
     DEFAULT_TTFT_MS,
@@ -92,13 +93,7 @@ def model_rm(name: Name, /, *, json: Json = False) -> int:
         return models.remove(client, name, as_json=json)
 
 
-@model_app.command(name="warm")
-def model_warm(name: Name, /, *, json: Json = False) -> int:
-    """Load a model before a request asks for it."""
-    from pilotlight.cli import models
-
-    with admin_client() as client:
-        return models.warm(client, name, as_json=json)
+model_app.command(warm)
 
 
 @model_app.command(name="evict")
@@ -108,6 +103,47 @@ def model_evict(name: Name, /, *, json: Json = False) -> int:
 
     with admin_client() as client:
         return models.evict(client, name, as_json=json)
+
+
+@model_app.command(name="show")
+def model_show(name: Name, /, *, json: Json = False) -> int:
+    """Show one model: what it is, what is asked of it, its instances, its last cold start."""
+    from pilotlight.cli import one_model
+
+    with admin_client() as client:
+        return one_model.show(client, name, as_json=json)
+
+
+@model_app.command(name="set")
+def model_set(
+    name: Name,
+    /,
+    *,
+    ttft_ms: Annotated[float | None, Parameter(help="SLO: time to first token.")] = None,
+    tpot_ms: Annotated[float | None, Parameter(help="SLO: time per output token.")] = None,
+    attainment: Annotated[
+        float | None, Parameter(help="SLO: share of requests that keep it, for example 0.99.")
+    ] = None,
+    min_instances: Annotated[
+        int | None, Parameter(help="Instances that are kept loaded even when nobody asks.")
+    ] = None,
+    max_instances: Annotated[int | None, Parameter(help="Instances at most.")] = None,
+    keep_alive_s: Annotated[
+        float | None, Parameter(help="Seconds for which an idle instance is kept.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Change what is asked of a model; what is not named stays as it is."""
+    from pilotlight.cli import one_model
+
+    slo = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "attainment": attainment}
+    rest = {
+        "min_instances": min_instances,
+        "max_instances": max_instances,
+        "keep_alive_s": keep_alive_s,
+    }
+    with admin_client() as client:
+        return one_model.change(client, name, slo, rest, as_json=json)
 
 
 @model_app.command(name="pin")
