@@ -30,7 +30,9 @@ ERRORS = {
 COMMANDS = {
     f"pilotlight.cli.{module}"
     for module in (
+        "chat_commands",
         "decision_commands",
+        "fleet_commands",
         "main",
         "model_commands",
         "node_commands",

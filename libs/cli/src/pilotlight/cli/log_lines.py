@@ -17,18 +17,18 @@ _TOLD_ELSEWHERE = frozenset(
 NAME_WIDTH = 12
 
 
-def told(service: str, line: str) -> Text:
-    """One line, of the log of a service."""
+def told(line: str, process: str = "") -> Text:
+    """One line of the log of a process, which is named where there are several."""
     record = _record(line)
-    text = Text(f"{service:<{NAME_WIDTH}} ", style="bright_black")
+    named = f"{process:<{NAME_WIDTH}} " if process else ""
     if record is None:
-        return text.append(line, style="default")
+        return Text(named, style="cyan").append(line, style="default")
     # Of 2026-11-23T00:42:10.227288Z the time, in milliseconds.
     moment = str(record.get("timestamp", ""))
     level = str(record.get("level", ""))
     text = Text(f"{moment[11:23]:<12} ", style="bright_black")
     text.append(f"{level:<7} ", style=LEVELS.get(level, "default"))
-    text.append(f"{service:<{NAME_WIDTH}} ", style="cyan")
+    text.append(named, style="cyan")
     text.append(str(record.get("event", "")), style="default")
     rest = {key: value for key, value in record.items() if key not in _TOLD_ELSEWHERE}
     for key, value in rest.items():

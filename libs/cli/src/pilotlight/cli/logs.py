@@ -51,7 +51,7 @@ def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: 
         handles = [(file, stack.enter_context(file.open("rb"))) for file in files]
         for file, handle in handles:
             for line in deque(handle, maxlen=max(0, lines)):
-                _print(file, line, as_json=as_json)
+                _print(file, line, as_json=as_json, alone=len(files) == 1)
         if follow:
             _follow(handles, as_json=as_json)
     return 0
@@ -65,7 +65,7 @@ def _follow(handles: Sequence[tuple[Path, BinaryIO]], *, as_json: bool) -> None:
             for file, handle in handles:
                 for line in _whole_lines(handle):
                     quiet = False
-                    _print(file, line, as_json=as_json)
+                    _print(file, line, as_json=as_json, alone=len(handles) == 1)
             if quiet:
                 # A file has no event that Python's standard library can wait for.
                 time.sleep(POLL_INTERVAL_S)  # noqa: TID251
@@ -82,9 +82,9 @@ def _whole_lines(handle: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def _print(file: Path, raw: bytes, *, as_json: bool) -> None:
+def _print(file: Path, raw: bytes, *, as_json: bool, alone: bool) -> None:
     line = raw.decode(errors="replace").rstrip("\n")
     if as_json:
         emit_json({"service": file.stem, "line": line})
     else:
-        console.print(told(file.stem, line), soft_wrap=True)
+        console.print(told(line, "" if alone else file.stem), soft_wrap=True)
