@@ -30,7 +30,9 @@ ERRORS = {
 COMMANDS = {
     f"pilotlight.cli.{module}"
     for module in (
+        "bench_commands",
         "chat_commands",
+        "completion",
         "decision_commands",
         "fleet_commands",
         "main",

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pilotlight.common.errors import TransientError, error_of
+from pilotlight.cli.gateway_errors import gateway_error
+from pilotlight.common.errors import TransientError
 
 _LOADING = re.compile(
     r": pilotlight queue=(\d+) phase=(\w+)(?: progress=([0-9.]+))? elapsed=([0-9.]+)s"
@@ -91,7 +92,7 @@ class AnswerLines:
             ) from error
         if self._failed or "error" in body:
             told = body.get("error", {})
-            raise error_of(str(told.get("code")), str(told.get("message")))
+            raise gateway_error(str(told.get("code")), str(told.get("message")))
         return _parts(body)
 
 

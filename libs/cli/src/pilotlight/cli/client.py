@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx2
 
+from pilotlight.cli.gateway_errors import gateway_error
 from pilotlight.cli.home import Home
-from pilotlight.common.errors import BadRequest, PilotlightError, error_of
+from pilotlight.common.errors import BadRequest, PilotlightError
 
 DEADLINE_S = 60.0
 """Longer than the gateway takes for anything: registration reads headers for up to 30 s."""
@@ -160,7 +161,7 @@ def error_from(response: httpx2.Response) -> PilotlightError:
     """What a gateway's answer with an error's status says."""
     try:
         error = response.json()["error"]
-        return error_of(str(error["code"]), str(error["message"]))
+        return gateway_error(str(error["code"]), str(error["message"]))
     except (ValueError, KeyError, TypeError):
         return PilotlightError(
             f"the gateway answered {response.status_code}: {response.text[:200]}"
