@@ -215,6 +215,22 @@ def test_a_folder_is_linked(gateway: ScriptedGateway, tmp_path: Path) -> None:
     assert not (linked / "README.md").exists()
 
 
+def test_a_name_that_another_model_has(
+    gateway: ScriptedGateway, hub: StandinHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["pull", "hf://org/name", "--yes"]) == 0
+    commit = hub.refs["main"]
+    for same in ("hf://org/name", f"hf://org/name@{commit}", "hf://org/name@main"):
+        assert run(["pull", same, "--json"]) == 0, "it is there: nothing is asked"
+    other = tmp_path / "other"
+    other.mkdir()
+    assert run(["pull", str(other), "--name", "org/name", "--yes"]) == 1
+    gateway.answer("GET /admin/v1/models/org/name", {"name": "org/name", "uri": "s3://bucket/x"})
+    capsys.readouterr()
+    assert run(["pull", str(other), "--name", "org/name", "--yes"]) == 1
+    assert "already_exists: org/name is registered, from s3://bucket/x" in capsys.readouterr().err
+
+
 def test_a_system_elsewhere_takes_the_source_as_it_is(
     far_gateway: ScriptedGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:

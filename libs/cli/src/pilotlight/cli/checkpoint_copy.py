@@ -68,6 +68,14 @@ def contents_of(source: Source, uri: str) -> Contents:
     return Contents(uri=uri, architecture=checkpoint.spec.architecture, files=ordered)
 
 
+def source_of(folder: Path) -> str | None:
+    """The URI that a folder is a copy of; None: it is no copy of ours."""
+    try:
+        return (folder / SOURCE_FILE).read_text().strip()
+    except OSError:
+        return None
+
+
 def is_copy(folder: Path, uri: str) -> bool:
     """Whether a folder is a whole copy of this.
 
@@ -76,11 +84,10 @@ def is_copy(folder: Path, uri: str) -> bool:
     """
     if not folder.exists():
         return False
-    record = folder / SOURCE_FILE
-    copied = record.read_text().strip() if record.is_file() else "something else"
+    copied = source_of(folder)
     if copied != uri:
         raise Conflict(
-            f"{folder} is there, and holds {copied}: give the new one another name with --name, or remove the folder"
+            f"{folder} is there, and holds {copied or 'something else'}: give the new one another name with --name, or remove the folder"
         )
     return True
 

@@ -7,7 +7,7 @@ how much that is. See decision 47.
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,14 @@ from rich.progress import (
 
 from pilotlight.checkpoint.errors import CheckpointError
 from pilotlight.checkpoint.reader import FolderSource
-from pilotlight.cli.checkpoint_copy import Contents, contents_of, copy, is_copy, link
+from pilotlight.cli.checkpoint_copy import (
+    Contents,
+    contents_of,
+    copy,
+    is_copy,
+    link,
+    source_of,
+)
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.demo_model import DEMO_MODEL, ensure_demo_model
 from pilotlight.cli.home import Home
@@ -33,6 +40,7 @@ from pilotlight.cli.models import MIB, uri_of
 from pilotlight.cli.options import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS
 from pilotlight.cli.output import errors
 from pilotlight.common.errors import (
+    AlreadyExists,
     BadRequest,
     ModelNotFound,
     SourceUnavailable,
@@ -83,7 +91,7 @@ class Obtaining:
             PilotlightError: the source will not do, or may not be copied.
         """
         known = self.known()
-        if asked in known and name is None:
+        if asked in known:
             return asked
         if is_source(asked):
             return self.source(asked, name=name)["name"]
@@ -111,8 +119,9 @@ class Obtaining:
         """
         uri = uri_of(asked, elsewhere=self.elsewhere)
         called = _checked(name or name_of(uri))
-        if name is None and revision is None and called in self.known():
-            return self.client.get(f"/models/{called}")
+        there = self.client.get(f"/models/{called}") if called in self.known() else None
+        if there is not None and revision is None and self._is_of(there, uri):
+            return there
         slo = {"ttft_ms": DEFAULT_TTFT_MS, "tpot_ms": DEFAULT_TPOT_MS}
         body = {"name": called, "uri": uri, "slo": slo}
         try:
@@ -122,12 +131,25 @@ class Obtaining:
         except UriNotAllowed:
             if self.elsewhere:
                 raise
-        copied = self._copied(uri, revision, called)
-        return self.client.post("/models", {**body, "uri": copied.as_uri()})
+        folder = self.home.models / called
+        if there is not None and there["uri"] != folder.as_uri():
+            raise AlreadyExists(
+                f"{called} is registered, from {there['uri']}: give the new one another name with --name"
+            )
+        self._copy_to(folder, uri, revision, called)
+        return there or self.client.post("/models", {**body, "uri": folder.as_uri()})
 
-    def _copied(self, uri: str, revision: str | None, name: str) -> Path:
-        """The folder with a copy, which is made after a question."""
-        folder = self.home.models / name
+    def _is_of(self, model: Mapping[str, Any], uri: str) -> bool:
+        """Whether a registered model comes from there, or is a copy of it. Of a hub without a
+        revision any commit is.
+        """
+        folder = self.home.models / model["name"]
+        copied = not self.elsewhere and model["uri"] == folder.as_uri()
+        origin = (source_of(folder) if copied else None) or model["uri"]
+        return origin == uri or ("@" not in uri and origin.startswith(f"{uri}@"))
+
+    def _copy_to(self, folder: Path, uri: str, revision: str | None, name: str) -> None:
+        """Make a copy after a question, unless it is there."""
         parsed = parse_uri(uri)
         if isinstance(parsed, FolderUri):
             original = parsed.path
@@ -136,7 +158,7 @@ class Obtaining:
             if not is_copy(folder, uri):
                 self._consent(contents, f"{original}", folder, "Put it there?")
                 link(original, contents, folder)
-            return folder
+            return
         given: dict[str, Any] = {
             "model_roots": _root(parsed),
             "secrets_dir": self.home.secrets_of("loader"),
@@ -159,7 +181,6 @@ class Obtaining:
                 with self._bar(contents, name) as progress:
                     task = progress.add_task(escape(name), total=contents.size_bytes)
                     copy(source, contents, folder, lambda n: progress.advance(task, n))
-        return folder
 
     def _consent(self, contents: Contents, place: str, folder: Path, question: str) -> None:
         told = (
