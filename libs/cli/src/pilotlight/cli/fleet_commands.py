@@ -7,13 +7,6 @@ from cyclopts import Parameter, validators
 
 from pilotlight.cli.options import Json, Name, admin_client, home_folder
 
-Wait = Annotated[
-    bool,
-    Parameter(help="Wait until it is ready.", negative="", show_default=False),
-]
-WaitS = Annotated[
-    float, Parameter(help="Seconds to wait at most.", validator=validators.Number(gt=0))
-]
 WARM_TIMEOUT_S = 600.0
 
 
@@ -35,7 +28,16 @@ def status(*, json: Json = False) -> int:
 
 
 def warm(
-    name: Name, /, *, wait: Wait = False, timeout_s: WaitS = WARM_TIMEOUT_S, json: Json = False
+    name: Name,
+    /,
+    *,
+    wait: Annotated[
+        bool, Parameter(help="Wait until it is ready.", negative="", show_default=False)
+    ] = False,
+    timeout_s: Annotated[
+        float, Parameter(help="Seconds to wait at most.", validator=validators.Number(gt=0))
+    ] = WARM_TIMEOUT_S,
+    json: Json = False,
 ) -> int:
     """Load a model before a request asks for it."""
     from pilotlight.cli import models

@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter, validators
 
 from pilotlight.cli.bench_commands import bench
 from pilotlight.cli.chat_commands import pull, run_model
-from pilotlight.cli.completion import completion
+from pilotlight.cli.completion import completion_command
 from pilotlight.cli.decision_commands import replay, show_decision, why
 from pilotlight.cli.fleet_commands import ps, show_logs, status, trace, warm
 from pilotlight.cli.model_commands import model_app, why_evicted
@@ -54,7 +54,7 @@ app.command(show_decision, name="decision")
 app.command(why)
 app.command(replay)
 app.command(why_evicted)
-app.command(completion)
+app.command(completion_command(app))
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""

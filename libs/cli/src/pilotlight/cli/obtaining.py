@@ -106,8 +106,9 @@ class Obtaining:
     def source(
         self, asked: str, *, name: str | None = None, revision: str | None = None
     ) -> dict[str, Any]:
-        """Register a source; the model as the admin API tells it. One that has the name already, and
-        comes from there, is left as it is.
+        """Register a source; the model as the admin API tells it.
+
+        One that has the name already, and comes from there, is left as it is.
 
         Args:
             asked: A folder or a URI.

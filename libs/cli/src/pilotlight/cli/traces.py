@@ -1,4 +1,4 @@
-"""``pilotlight trace ID``, by a request's id or a trace's: spans as a tree on one time axis, and the cold start."""
+"""``pilotlight trace ID``, of a request or a trace: spans as a tree on one axis, the cold start."""
 
 import re
 from collections.abc import Mapping, Sequence
