@@ -41,6 +41,7 @@ COMMAND_LINE = {
         "Address of the system that commands speak to; without it, the one that runs on the state folder.",
     ),
     "PILOTLIGHT_ADMIN_KEY": ("", "Admin key for that address."),
+    "PILOTLIGHT_API_KEY": ("", "Inference key for that address: chats and load tests use it."),
 }
 SETTINGS_HEAD = """# Settings
 

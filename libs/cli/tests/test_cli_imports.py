@@ -30,7 +30,11 @@ ERRORS = {
 COMMANDS = {
     f"pilotlight.cli.{module}"
     for module in (
+        "bench_commands",
+        "chat_commands",
+        "completion",
         "decision_commands",
+        "fleet_commands",
         "main",
         "model_commands",
         "node_commands",

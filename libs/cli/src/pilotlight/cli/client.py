@@ -1,15 +1,20 @@
 """The admin API, as the commands use it."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from typing import Any
 
 import httpx2
 
+from pilotlight.cli.gateway_errors import gateway_error
 from pilotlight.cli.home import Home
-from pilotlight.common.errors import BadRequest, PilotlightError, error_of
+from pilotlight.common.errors import BadRequest, PilotlightError
 
 DEADLINE_S = 60.0
 """Longer than the gateway takes for anything: registration reads headers for up to 30 s."""
+SILENCE_S = 30.0
+"""The stream of changes has a comment every 10 s."""
 
 
 class SystemNotRunning(PilotlightError):
@@ -69,6 +74,11 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return str(self._http.base_url).rstrip("/").removesuffix("/admin/v1")
+
     def get(self, path: str, **parameters: str | int) -> Any:
         """GET and return the decoded body."""
         return self._call("GET", path, params=parameters)
@@ -89,6 +99,49 @@ class AdminClient:
         """DELETE and return the decoded body, if there is one."""
         return self._call("DELETE", path)
 
+    def follow(self, *topics: str) -> Generator[Mapping[str, Any] | None]:
+        """Events of the stream of changes, without an end; None: nothing has changed for a while.
+
+        Raises:
+            SystemNotRunning: the gateway cannot be reached, or is gone.
+            PilotlightError: it refuses.
+        """
+        patience = httpx2.Timeout(DEADLINE_S, read=SILENCE_S)
+        try:
+            with self._http.stream(
+                "GET", "/stream", params={"topic": topics}, timeout=patience
+            ) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise error_from(response)
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        yield json.loads(line.removeprefix("data: "))
+                    elif line.startswith(":"):
+                        yield None
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            raise SystemNotRunning(f"the stream of {self._http.base_url} broke: {error}") from error
+        raise SystemNotRunning(f"the stream of {self._http.base_url} ended")
+
+    def rows(self, *topics: str) -> dict[str, list[Mapping[str, Any]]]:
+        """What the stream of changes shows at the moment, by topic.
+
+        Raises:
+            PilotlightError: as ``follow``.
+        """
+        found: dict[str, list[Mapping[str, Any]]] = {topic: [] for topic in topics}
+        left = set(topics)
+        with closing(self.follow(*topics)) as events:
+            for event in events:
+                if event is None:
+                    continue
+                found[event["topic"]] += event["rows"]
+                if not event["more"]:
+                    left.discard(event["topic"])
+                if not left:
+                    break
+        return found
+
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
         response = self._send(method, path, **arguments)
         try:
@@ -108,14 +161,15 @@ class AdminClient:
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise SystemNotRunning(f"cannot reach {self._http.base_url}: {error}") from error
         if response.status_code >= 400:
-            raise _error_from(response)
+            raise error_from(response)
         return response
 
 
-def _error_from(response: httpx2.Response) -> PilotlightError:
+def error_from(response: httpx2.Response) -> PilotlightError:
+    """What a gateway's answer with an error's status says."""
     try:
         error = response.json()["error"]
-        return error_of(str(error["code"]), str(error["message"]))
+        return gateway_error(str(error["code"]), str(error["message"]))
     except (ValueError, KeyError, TypeError):
         return PilotlightError(
             f"the gateway answered {response.status_code}: {response.text[:200]}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pilotlight.cli.home import Home
+from pilotlight.cli.log_lines import told
 from pilotlight.cli.output import console, emit_json
 from pilotlight.common.errors import NotFound
 
@@ -85,7 +86,5 @@ def _print(file: Path, raw: bytes, *, as_json: bool, alone: bool) -> None:
     line = raw.decode(errors="replace").rstrip("\n")
     if as_json:
         emit_json({"service": file.stem, "line": line})
-    elif alone:
-        console.print(line, markup=False, soft_wrap=True)
     else:
-        console.print(f"{file.stem:<14} {line}", markup=False, soft_wrap=True)
+        console.print(told(line, "" if alone else file.stem), soft_wrap=True)

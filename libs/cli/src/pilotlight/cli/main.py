@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter, validators
 
+from pilotlight.cli.bench_commands import bench
+from pilotlight.cli.chat_commands import pull, run_model
+from pilotlight.cli.completion import completion_command
 from pilotlight.cli.decision_commands import replay, show_decision, why
+from pilotlight.cli.fleet_commands import ps, show_logs, status, trace, warm
 from pilotlight.cli.model_commands import model_app, why_evicted
 from pilotlight.cli.node_commands import node_app
 from pilotlight.cli.options import Host, Json, Port, admin_client, home_folder, host_of, port_of
@@ -36,6 +40,14 @@ app = App(
     help="Serves many language models from a fixed pool of devices; those that nobody asks for hold none.",
     version=_version,
 )
+app.command(run_model, name=("run", "chat"))
+app.command(pull)
+app.command(ps)
+app.command(status)
+app.command(warm)
+app.command(trace)
+app.command(show_logs, name="logs")
+app.command(bench)
 app.command(model_app)
 app.command(node_app)
 app.command(simulate_app)
@@ -47,6 +59,7 @@ app.command(show_decision, name="decision")
 app.command(why)
 app.command(replay)
 app.command(why_evicted)
+app.command(completion_command(app))
 
 MAX_REPLICAS = 16
 """Of one service on one machine: each keeps connections to the database."""
@@ -261,52 +274,6 @@ def doctor(*, host: Host = None, port: Port = None, json: Json = False) -> int:
                 soft_wrap=True,
             )
     return 1 if failed else 0
-
-
-@app.command(name="logs")
-def show_logs(
-    service: Annotated[
-        str | None, Parameter(help="One log, for example gateway; without it, all of them.")
-    ] = None,
-    /,
-    *,
-    lines: Annotated[
-        int,
-        Parameter(
-            name=["--lines", "-n"],
-            help="How many lines of each log, from its end.",
-            validator=validators.Number(gte=0),
-        ),
-    ] = 50,
-    follow: Annotated[
-        bool,
-        Parameter(
-            name=["--follow", "-f"], help="Go on until Ctrl-C.", negative="", show_default=False
-        ),
-    ] = False,
-    json: Json = False,
-) -> int:
-    """Show the end of the logs."""
-    from pilotlight.cli import logs
-
-    return logs.show(home_folder(), service, lines, follow=follow, as_json=json)
-
-
-@app.command
-def trace(
-    trace_id: Annotated[
-        str,
-        Parameter(help="32 hex digits: the x-trace-id header of an answer, or trace_id in a log."),
-    ],
-    /,
-    *,
-    json: Json = False,
-) -> int:
-    """Show one request through every service, and the cold start that it caused as a waterfall."""
-    from pilotlight.cli import traces
-
-    with admin_client() as client:
-        return traces.show(client, trace_id, as_json=json)
 
 
 @app.command(name="transfers")

@@ -5,7 +5,14 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from pilotlight.cli.options import Json, Name, admin_client
+from pilotlight.cli.fleet_commands import warm
+from pilotlight.cli.options import (
+    DEFAULT_TPOT_MS,
+    DEFAULT_TTFT_MS,
+    Json,
+    Name,
+    admin_client,
+)
 
 model_app = App(name="model", help="Register, list, warm, evict, pin and delete models.")
 
@@ -29,8 +36,8 @@ def model_add(
     revision: Annotated[
         str | None, Parameter(help="Of hf://: branch, tag or commit; by default main.")
     ] = None,
-    ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = 10_000.0,
-    tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = 200.0,
+    ttft_ms: Annotated[float, Parameter(help="SLO: time to first token.")] = DEFAULT_TTFT_MS,
+    tpot_ms: Annotated[float, Parameter(help="SLO: time per output token.")] = DEFAULT_TPOT_MS,
     dtype: Annotated[
         str, Parameter(help="auto (the checkpoint's), bfloat16, float16, float32 or float64.")
     ] = "auto",
@@ -86,13 +93,7 @@ def model_rm(name: Name, /, *, json: Json = False) -> int:
         return models.remove(client, name, as_json=json)
 
 
-@model_app.command(name="warm")
-def model_warm(name: Name, /, *, json: Json = False) -> int:
-    """Load a model before a request asks for it."""
-    from pilotlight.cli import models
-
-    with admin_client() as client:
-        return models.warm(client, name, as_json=json)
+model_app.command(warm)
 
 
 @model_app.command(name="evict")
@@ -102,6 +103,47 @@ def model_evict(name: Name, /, *, json: Json = False) -> int:
 
     with admin_client() as client:
         return models.evict(client, name, as_json=json)
+
+
+@model_app.command(name="show")
+def model_show(name: Name, /, *, json: Json = False) -> int:
+    """Show one model: what it is, what is asked of it, its instances, its last cold start."""
+    from pilotlight.cli import one_model
+
+    with admin_client() as client:
+        return one_model.show(client, name, as_json=json)
+
+
+@model_app.command(name="set")
+def model_set(
+    name: Name,
+    /,
+    *,
+    ttft_ms: Annotated[float | None, Parameter(help="SLO: time to first token.")] = None,
+    tpot_ms: Annotated[float | None, Parameter(help="SLO: time per output token.")] = None,
+    attainment: Annotated[
+        float | None, Parameter(help="SLO: share of requests that keep it, for example 0.99.")
+    ] = None,
+    min_instances: Annotated[
+        int | None, Parameter(help="Instances that are kept loaded even when nobody asks.")
+    ] = None,
+    max_instances: Annotated[int | None, Parameter(help="Instances at most.")] = None,
+    keep_alive_s: Annotated[
+        float | None, Parameter(help="Seconds for which an idle instance is kept.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Change what is asked of a model; what is not named stays as it is."""
+    from pilotlight.cli import one_model
+
+    slo = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "attainment": attainment}
+    rest = {
+        "min_instances": min_instances,
+        "max_instances": max_instances,
+        "keep_alive_s": keep_alive_s,
+    }
+    with admin_client() as client:
+        return one_model.change(client, name, slo, rest, as_json=json)
 
 
 @model_app.command(name="pin")

@@ -59,11 +59,14 @@ def add(client: AdminClient, body: Mapping[str, Any], *, as_json: bool) -> int:
     if as_json:
         emit_json(model)
     else:
-        size = sum(model["spec"]["part_bytes"]) / MIB
-        console.print(
-            f"registered [bold]{model['name']}[/]: {model['spec']['architecture']}, {size:,.1f} MiB, {model['dtype']}"
-        )
+        console.print(f"registered {told_model(model)}")
     return 0
+
+
+def told_model(model: Mapping[str, Any]) -> str:
+    """Name, architecture, size and type of a model, as markup."""
+    size = sum(model["spec"]["part_bytes"]) / MIB
+    return f"[bold]{model['name']}[/]: {model['spec']['architecture']}, {size:,.1f} MiB, {model['dtype']}"
 
 
 def show(client: AdminClient, *, as_json: bool) -> int:

@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from pilotlight.cli.client import AdminClient
     from pilotlight.cli.home import Home
 
+DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 10_000.0, 200.0
+"""The SLO of a model for which none is named."""
 Json = Annotated[
     bool,
     Parameter(name="--json", help="Print JSON instead of text.", negative="", show_default=False),
+]
+Yes = Annotated[
+    bool, Parameter(name=["--yes", "-y"], help="Do not ask.", negative="", show_default=False)
 ]
 Host = Annotated[
     str | None, Parameter(help="Address to listen on (PILOTLIGHT_HOST, else 127.0.0.1).")

@@ -1,4 +1,4 @@
-"""``pilotlight trace ID``: spans as a tree on one time axis, and the cold start."""
+"""``pilotlight trace ID``, of a request or a trace: spans as a tree on one axis, the cold start."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,17 +18,21 @@ LABELS_WIDTH = 50
 MIN_WIDTH = 20
 
 
-def show(client: AdminClient, trace_id: str, *, as_json: bool) -> int:
-    """Fetch and show one trace.
+def show(client: AdminClient, named: str, *, as_json: bool) -> int:
+    """Fetch and show one trace, by its own id or a request's.
 
     Raises:
-        BadRequest: this is no trace's id.
+        BadRequest: this is neither.
         TraceNotFound: nothing is kept of it.
     """
-    if re.fullmatch(r"[0-9a-f]{32}", trace_id) is None:
-        raise BadRequest(
-            f"a trace id is 32 hex digits, as in the header x-trace-id of an answer, and not {trace_id[:100]!r}"
-        )
+    trace_id = named
+    if re.fullmatch(r"[0-9a-f]{32}", named) is None:
+        if re.fullmatch(r"req-[0-9a-zA-Z-]{1,96}", named) is None:
+            raise BadRequest(
+                "a request's id begins with req-, as in the header x-request-id of an answer, and a trace's is 32 hex digits, as in "
+                f"x-trace-id; not {named[:100]!r}"
+            )
+        trace_id = client.get("/traces", request_id=named)["trace_id"]
     trace = client.get(f"/traces/{trace_id}")
     if as_json:
         emit_json(trace)

@@ -92,8 +92,10 @@ def _say_what_to_try(
             f'    -H \'Content-Type: application/json\' -d \'{{"model": "{DEMO_MODEL}", "stream": true, '
             f'"messages": [{{"role": "user", "content": "{DEMO_PROMPT}"}}]}}\'',
             f"  {command} trace ID   # where its time went: ID is its x-trace-id header",
+            f"  {command} run {DEMO_MODEL}   # a conversation",
         ]
     lines += [
+        f"  {command} status",
         f"  {command} model list",
         f"  {command} model add NAME {_short(home.models)}/FOLDER",
         f"  {command} logs -f gateway",

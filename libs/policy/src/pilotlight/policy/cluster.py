@@ -6,7 +6,7 @@ one monotonic clock.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pilotlight.policy.ids import Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
@@ -261,6 +261,17 @@ class WorkerView:
     def facts_s(self) -> float:
         """The time of which ages in the facts are, on the receiver's monotonic clock."""
         return self.heard_s - self.unchanged_for_s
+
+    def facts_at(self, now_s: float) -> WorkerFacts:
+        """The facts with the ages that they have by now: nothing is reported of a worker that only
+        grows older.
+        """
+        aged_s = max(0.0, now_s - self.facts_s)
+        held = tuple(
+            one if one.in_flight else replace(one, idle_s=one.idle_s + aged_s)
+            for one in self.facts.held
+        )
+        return replace(self.facts, held=held)
 
     def held(self, instance_id: InstanceId) -> HeldStage | None:
         """The stage of an instance, if the worker reports one."""

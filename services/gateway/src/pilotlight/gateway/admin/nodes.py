@@ -29,6 +29,10 @@ class Fleet(Protocol):
         """Every worker that was heard of."""
         ...
 
+    def workers_now(self) -> tuple[WorkerFacts, ...]:
+        """The same with ages as of now."""
+        ...
+
     def nodes(self) -> tuple[NodeFacts, ...]:
         """Every node that was heard of."""
         ...

@@ -52,8 +52,8 @@ def add_views(app: FastAPI, display: Display, fleet: Fleet, audit: AuditLog) -> 
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """Workers with devices and held stages, as last reported."""
-        return {"workers": msgspec.to_builtins(fleet.workers())}
+        """Workers with devices and held stages, as last reported; ages are as of now."""
+        return {"workers": msgspec.to_builtins(fleet.workers_now())}
 
     @app.get("/instances")
     async def instances(limit: Limit = 100, before: Before = None) -> Response:

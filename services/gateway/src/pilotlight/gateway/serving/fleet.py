@@ -185,6 +185,11 @@ class Fleet:
         """The last report of every worker."""
         return tuple(view.facts for view in self._roster.workers.values())
 
+    def workers_now(self) -> tuple[WorkerFacts, ...]:
+        """As ``workers``, with ages as of now."""
+        now_s = self._clock.monotonic_s()
+        return tuple(view.facts_at(now_s) for view in self._roster.workers.values())
+
     def nodes(self) -> tuple[NodeFacts, ...]:
         """The last report of every loader, with its liveness."""
         return tuple(self._roster.nodes.values())
