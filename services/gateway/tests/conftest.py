@@ -72,6 +72,7 @@ class World:
     bus: Bus
     app: Starlette
     serving: Serving
+    keys: FixedKeys
     server: HttpServer
     bodies: BodyBudget
     metrics: CollectorRegistry
@@ -203,12 +204,12 @@ def _world(
         clock=context.clock,
     )
     texts = build_texts(context, RESERVED_HELPERS)
-    encoder, responses = PromptEncoder(texts), KeptResponses()
+    encoder, responses, keys = PromptEncoder(texts), KeptResponses(), FixedKeys()
     api = OpenAiApi(
         NamedModels(
             KnownModels([entry]), parsed_aliases(settings.model_aliases), settings.default_model
         ),
-        FixedKeys(),
+        keys,
         exchanges,
         encoder,
         Limits(
@@ -229,6 +230,7 @@ def _world(
     batches = build_batches(
         settings,
         api,
+        keys,
         encoder,
         database,
         context.store,
@@ -257,6 +259,7 @@ def _world(
         bus=context.bus,
         app=app,
         serving=serving,
+        keys=keys,
         server=server,
         bodies=bodies,
         metrics=context.metrics,

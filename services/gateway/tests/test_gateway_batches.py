@@ -18,6 +18,7 @@ from pilotlight.gateway.batches import runner as runner_module
 from pilotlight.gateway.batches.repository import BatchRepository, LeaseLost, Line
 from pilotlight.gateway.schema.batches import BatchRequest
 from pilotlight.gateway.serving.testing import entries_of
+from pilotlight.policy.access import KeyScope
 
 pytestmark = pytest.mark.anyio
 
@@ -112,6 +113,24 @@ async def test_a_batch_is_answered_in_the_order_of_its_file(batching):
     assert [one.id for one in listed.data] == [batch.id]
     names = {one.filename async for one in batching.client.files.list()}
     assert names == {"in.jsonl", f"{batch.id}_output.jsonl", f"{batch.id}_error.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("scope", "revoked", "told"),
+    [
+        (KeyScope(models=("elsewhere",)), False, "model_not_found"),
+        (KeyScope(routes=("/v1/batches",)), False, "forbidden"),
+        (KeyScope(), True, "invalid_api_key"),
+    ],
+)
+async def test_lines_do_what_their_key_may_when_they_run(batching, scope, revoked, told):
+    worker = await batching.worker()
+    batching.keys.scope, batching.keys.revoked = scope, revoked
+    batch = await submitted(batching, line(0))
+    batch = await reaches(batching, batch.id, *ENDED)
+    (failure,) = await results(batching, batch.error_file_id)
+    assert failure["response"]["body"]["error"]["code"] == told
+    assert not worker.submits
 
 
 async def test_a_file_that_is_no_batch_names_its_lines(batching):

@@ -128,6 +128,11 @@ class KnownModels:
 class FixedKeys:
     """Knows one key of each role, one for other models than there are, and one for chats."""
 
+    def __init__(self) -> None:
+        self.revoked = False
+        self.scope = KeyScope()
+        """Of the key whose lines run later."""
+
     async def require(self, headers: Mapping[str, str], role: Role) -> KeyInfo:
         """As ``Authenticator.require``."""
         keys: dict[str, tuple[Role, KeyScope]] = {
@@ -143,6 +148,12 @@ class FixedKeys:
         if its_role != role:
             raise Forbidden
         return KeyInfo(f"key-{role}", role, "test", Access(key=scope))
+
+    async def of_key(self, key_id: str, role: Role) -> KeyInfo:
+        """As ``Authenticator.of_key``: the one key of the role, until ``revoked``."""
+        if self.revoked or key_id != f"key-{role}":
+            raise Unauthorized
+        return KeyInfo(key_id, role, "test", Access(key=self.scope))
 
 
 @dataclass(slots=True)
