@@ -10,13 +10,14 @@ import structlog
 from sqlalchemy import Connection, Table, text
 
 from pilotlight.common.db import tables
+from pilotlight.common.db.columns import metadata
 from pilotlight.common.settings import read_secret
 
 log = structlog.get_logger()
 
 
 def _tables_of(*owners: str) -> tuple[Table, ...]:
-    return tuple(table for table in tables.metadata.sorted_tables if table.schema in owners)
+    return tuple(table for table in metadata.sorted_tables if table.schema in owners)
 
 
 READS: dict[str, tuple[Table, ...]] = {

@@ -15,69 +15,32 @@ from sqlalchemy import (
     DateTime,
     Double,
     ForeignKey,
-    Identity,
     Index,
     Integer,
     LargeBinary,
-    MetaData,
     Table,
     Text,
     UniqueConstraint,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-metadata = MetaData(
-    naming_convention={
-        "pk": "%(table_name)s_pkey",
-        "uq": "%(table_name)s_%(column_0_N_name)s_key",
-        "ix": "%(table_name)s_%(column_0_N_name)s_idx",
-        "ck": "%(table_name)s_%(constraint_name)s_check",
-    }
-)
+from pilotlight.common.db.columns import count, json, key, metadata, row_id, seconds, text, time
 
 OWNERS = ("gateway", "scheduler", "cache", "materializer")
 """Schemas, and the services that write them."""
-
-
-def _key(name: str) -> Column[str]:
-    return Column(name, Text, primary_key=True)
-
-
-def _text(name: str, *, null: bool = False) -> Column[str]:
-    return Column(name, Text, nullable=null)
-
-
-def _count(name: str) -> Column[int]:
-    return Column(name, BigInteger, nullable=False)
-
-
-def _time(name: str, *, null: bool = False) -> Column[object]:
-    return Column(name, DateTime(timezone=True), nullable=null)
-
-
-def _seconds(name: str) -> Column[float]:
-    return Column(name, Double, nullable=True)
-
-
-def _json(name: str) -> Column[object]:
-    return Column(name, JSONB, nullable=False)
-
-
-def _row_id() -> Column[int]:
-    return Column("id", BigInteger, Identity(always=True), primary_key=True)
 
 
 def _outbox(owner: str) -> Table:
     return Table(
         "outbox",
         metadata,
-        _row_id(),
+        row_id(),
         Column("event_id", Text, nullable=False, unique=True),
-        _text("kind"),
-        _text("entity"),
-        _time("at"),
-        _json("data"),
-        _text("trace_parent"),
+        text("kind"),
+        text("entity"),
+        time("at"),
+        json("data"),
+        text("trace_parent"),
         schema=owner,
     )
 
@@ -87,31 +50,29 @@ def _outbox(owner: str) -> Table:
 models = Table(
     "models",
     metadata,
-    _key("name"),
+    key("name"),
     Column("digest", Text, nullable=False, index=True),
-    _json("body"),
-    _time("created_at"),
-    _time("updated_at"),
+    json("body"),
+    time("created_at"),
+    time("updated_at"),
     schema="gateway",
 )
 """``body`` is a ``Model``."""
 
-organizations = Table(
-    "organizations", metadata, _key("name"), _time("created_at"), schema="gateway"
-)
+organizations = Table("organizations", metadata, key("name"), time("created_at"), schema="gateway")
 
 projects = Table(
     "projects",
     metadata,
-    _key("name"),
+    key("name"),
     Column(
         "organization",
         Text,
         ForeignKey("gateway.organizations.name", name="projects_organization_fkey"),
         nullable=False,
     ),
-    _json("scope"),
-    _time("created_at"),
+    json("scope"),
+    time("created_at"),
     schema="gateway",
 )
 """``name`` is ``organization/project``; ``scope`` is a ``KeyScope``."""
@@ -122,13 +83,13 @@ DEFAULT_PROJECT = "default/default"
 api_keys = Table(
     "api_keys",
     metadata,
-    _key("key_id"),
-    _text("prefix"),
+    key("key_id"),
+    text("prefix"),
     Column("hash", Text, nullable=False, unique=True),
-    _text("role"),
-    _text("label"),
-    _time("created_at"),
-    _time("revoked_at", null=True),
+    text("role"),
+    text("label"),
+    time("created_at"),
+    time("revoked_at", null=True),
     Column(
         "project",
         Text,
@@ -139,8 +100,8 @@ api_keys = Table(
     ),
     Column("admin_role", Text, nullable=False, server_default="owner"),
     Column("scope", JSONB, nullable=False, server_default="{}"),
-    _time("expires_at", null=True),
-    _time("last_used_at", null=True),
+    time("expires_at", null=True),
+    time("last_used_at", null=True),
     CheckConstraint("role IN ('admin', 'inference')", name="role"),
     CheckConstraint("admin_role IN ('viewer', 'operator', 'owner')", name="admin_role"),
     schema="gateway",
@@ -151,47 +112,47 @@ key itself is nowhere. ``scope`` is a ``KeyScope``; ``admin_role`` is of admin k
 usage = Table(
     "usage",
     metadata,
-    _row_id(),
+    row_id(),
     Column("at", DateTime(timezone=True), nullable=False, index=True),
-    _text("model"),
-    _text("key_id"),
-    _text("request_id"),
-    _count("prompt_tokens"),
-    _count("output_tokens"),
-    _text("status"),
+    text("model"),
+    text("key_id"),
+    text("request_id"),
+    count("prompt_tokens"),
+    count("output_tokens"),
+    text("status"),
     schema="gateway",
 )
 
 spans = Table(
     "spans",
     metadata,
-    _key("trace_id"),
-    _key("span_id"),
-    _text("parent_id"),
-    _text("name"),
-    _text("service"),
+    key("trace_id"),
+    key("span_id"),
+    text("parent_id"),
+    text("name"),
+    text("service"),
     Column("start_at", DateTime(timezone=True), nullable=False, index=True),
-    _time("end_at"),
-    _text("status"),
-    _json("attributes"),
+    time("end_at"),
+    text("status"),
+    json("attributes"),
     schema="gateway",
 )
 
 audit = Table(
     "audit",
     metadata,
-    _row_id(),
+    row_id(),
     Column("at", DateTime(timezone=True), nullable=False, index=True),
-    _text("key_id"),
-    _text("principal"),
-    _text("action"),
-    _text("entity"),
-    _text("outcome"),
+    text("key_id"),
+    text("principal"),
+    text("action"),
+    text("entity"),
+    text("outcome"),
     Column("status", Integer, nullable=False),
-    _text("request_id"),
-    _text("trace_id"),
-    _text("remote"),
-    _json("changes"),
+    text("request_id"),
+    text("trace_id"),
+    text("remote"),
+    json("changes"),
     schema="gateway",
 )
 """What administrators did and tried. ``outcome`` is ``ok``, a code of the error taxonomy, or
@@ -200,9 +161,9 @@ audit = Table(
 drains = Table(
     "drains",
     metadata,
-    _key("node_id"),
-    _text("key_id"),
-    _time("requested_at"),
+    key("node_id"),
+    text("key_id"),
+    time("requested_at"),
     schema="gateway",
 )
 """Nodes that an operator wants to be empty; ``requested_at`` is of the database's clock."""
@@ -210,9 +171,9 @@ drains = Table(
 responses = Table(
     "responses",
     metadata,
-    _key("response_id"),
-    _text("key_id"),
-    _text("model"),
+    key("response_id"),
+    text("key_id"),
+    text("model"),
     Column("created_at", DateTime(timezone=True), nullable=False, index=True),
     Column("body", LargeBinary, nullable=False),
     Index("responses_key_id_created_at_idx", "key_id", "created_at"),
@@ -224,11 +185,11 @@ does not take."""
 files = Table(
     "files",
     metadata,
-    _key("file_id"),
-    _text("key_id"),
-    _text("filename"),
-    _text("purpose"),
-    _count("bytes"),
+    key("file_id"),
+    text("key_id"),
+    text("filename"),
+    text("purpose"),
+    count("bytes"),
     Column("created_at", DateTime(timezone=True), nullable=False, index=True),
     Index("files_key_id_created_at_idx", "key_id", "created_at"),
     schema="gateway",
@@ -238,21 +199,21 @@ files = Table(
 batches = Table(
     "batches",
     metadata,
-    _key("batch_id"),
-    _text("key_id"),
-    _text("status"),
+    key("batch_id"),
+    text("key_id"),
+    text("status"),
     Column("created_at", DateTime(timezone=True), nullable=False, index=True),
-    _time("expires_at"),
-    _time("begun_at", null=True),
-    _time("cancelling_at", null=True),
-    _time("ended_at", null=True),
-    _count("total"),
-    _count("completed"),
-    _count("failed"),
-    _text("output_file_id", null=True),
-    _text("error_file_id", null=True),
-    _text("owner"),
-    _time("leased_until"),
+    time("expires_at"),
+    time("begun_at", null=True),
+    time("cancelling_at", null=True),
+    time("ended_at", null=True),
+    count("total"),
+    count("completed"),
+    count("failed"),
+    text("output_file_id", null=True),
+    text("error_file_id", null=True),
+    text("owner"),
+    time("leased_until"),
     Column("body", LargeBinary, nullable=False),
     Column("errors", LargeBinary, nullable=True),
     Index("batches_status_leased_until_idx", "status", "leased_until"),
@@ -279,14 +240,14 @@ batch_lines = Table(
 instances = Table(
     "instances",
     metadata,
-    _key("instance_id"),
+    key("instance_id"),
     Column("model", Text, nullable=False, index=True),
-    _text("digest"),
+    text("digest"),
     Column("state", Text, nullable=False, index=True),
-    _count("generation"),
-    _count("epoch"),
-    _json("body"),
-    _time("created_at"),
+    count("generation"),
+    count("epoch"),
+    json("body"),
+    time("created_at"),
     Column("updated_at", DateTime(timezone=True), nullable=False, index=True),
     schema="scheduler",
 )
@@ -295,15 +256,15 @@ instances = Table(
 decisions = Table(
     "decisions",
     metadata,
-    _key("decision_id"),
-    _text("kind"),
-    _text("model"),
-    _text("instance_id", null=True),
-    _count("epoch"),
+    key("decision_id"),
+    text("kind"),
+    text("model"),
+    text("instance_id", null=True),
+    count("epoch"),
     Column("at", DateTime(timezone=True), nullable=False, index=True),
-    _json("inputs"),
-    _json("outcome"),
-    _json("reasons"),
+    json("inputs"),
+    json("outcome"),
+    json("reasons"),
     Column("policy_version", Text, nullable=False, server_default=""),
     Column("actual", JSONB, nullable=False, server_default="{}"),
     schema="scheduler",
@@ -314,35 +275,35 @@ decisions = Table(
 cold_starts = Table(
     "cold_starts",
     metadata,
-    _key("instance_id"),
+    key("instance_id"),
     Column("model", Text, nullable=False, index=True),
-    _text("decision_id"),
-    _text("trace_id"),
+    text("decision_id"),
+    text("trace_id"),
     Column("status", Text, nullable=False),
-    _time("demand_seen_at"),
-    _seconds("dispatched_s"),
-    _seconds("first_token_s"),
-    _seconds("wall_offset_s"),
-    _seconds("queue_s"),
-    _seconds("ttft_s"),
+    time("demand_seen_at"),
+    seconds("dispatched_s"),
+    seconds("first_token_s"),
+    seconds("wall_offset_s"),
+    seconds("queue_s"),
+    seconds("ttft_s"),
     Column("coverage", Double, nullable=True),
-    _json("phases"),
+    json("phases"),
     Column("created_at", DateTime(timezone=True), nullable=False, index=True),
-    _time("finished_at", null=True),
+    time("finished_at", null=True),
     CheckConstraint("status IN ('open', 'done', 'abandoned')", name="status"),
     schema="scheduler",
 )
 
 estimates = Table(
-    "estimates", metadata, _key("model"), _key("device_kind"), _json("body"), schema="scheduler"
+    "estimates", metadata, key("model"), key("device_kind"), json("body"), schema="scheduler"
 )
 """``body`` is an ``Estimate``."""
 
 timings = Table(
     "timings",
     metadata,
-    _key("key"),
-    _json("body"),
+    key("key"),
+    json("body"),
     Column("updated_at", DateTime(timezone=True), nullable=False, index=True),
     schema="scheduler",
 )
@@ -353,9 +314,9 @@ lease = Table(
     "lease",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
-    _text("holder"),
-    _count("epoch"),
-    _time("expires_at"),
+    text("holder"),
+    count("epoch"),
+    time("expires_at"),
     CheckConstraint("id = 1", name="one_row"),
     schema="scheduler",
 )
@@ -366,16 +327,16 @@ lease = Table(
 grants = Table(
     "grants",
     metadata,
-    _key("grant_id"),
-    _text("instance_id"),
-    _text("digest"),
+    key("grant_id"),
+    text("instance_id"),
+    text("digest"),
     Column("worker_id", Text, nullable=False, index=True),
     Column("node_id", Text, nullable=False, index=True),
-    _count("device_bytes"),
-    _count("host_bytes"),
+    count("device_bytes"),
+    count("host_bytes"),
     Column("generation", BigInteger, nullable=False, server_default="0"),
-    _time("expires_at"),
-    _time("created_at"),
+    time("expires_at"),
+    time("created_at"),
     UniqueConstraint("instance_id", "worker_id"),
     schema="cache",
 )
@@ -383,13 +344,13 @@ grants = Table(
 evictions = Table(
     "evictions",
     metadata,
-    _row_id(),
+    row_id(),
     Column("at", DateTime(timezone=True), nullable=False, index=True),
-    _text("kind"),
-    _text("subject"),
-    _text("node_id"),
-    _text("reason"),
-    _json("inputs"),
+    text("kind"),
+    text("subject"),
+    text("node_id"),
+    text("reason"),
+    json("inputs"),
     CheckConstraint("kind IN ('instance', 'copy')", name="kind"),
     schema="cache",
 )
@@ -399,12 +360,12 @@ evictions = Table(
 artifacts = Table(
     "artifacts",
     metadata,
-    _key("fingerprint"),
-    _key("kind"),
-    _text("blob_digest"),
-    _count("size_bytes"),
-    _text("signature"),
-    _time("created_at"),
+    key("fingerprint"),
+    key("kind"),
+    text("blob_digest"),
+    count("size_bytes"),
+    text("signature"),
+    time("created_at"),
     schema="materializer",
 )
 

@@ -18,7 +18,6 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
-from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.db.session import Database
 from pilotlight.common.service import Context
 from pilotlight.common.sources.opening import Sources
@@ -116,9 +115,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     recent = RecentReader(database, context.clock)
     live = LiveView(fleet, catalog, recent, context.background)
     keys = KeyRepository(database, context.clock)
-    outbox = Outbox(database, context)
     follower = KeyFollower(context, keys, authenticator)
-    await outbox.start()
     await follower.start()
     await live.start()
     parts = AdminParts(
@@ -165,7 +162,6 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
         await http.aclose()
         await live.stop()
         await follower.stop()
-        await outbox.stop()
         await audit.stop()
         await catalog.stop()
         await texts.stop()
