@@ -86,6 +86,25 @@ class Contract:
         jsonschema.validate(response.json(), schema)
 
 
+def ask_of_tenants(contract: Contract) -> None:
+    """Organizations, projects, keys and usage, from a key's making to its end."""
+    contract.asks("POST", "/organizations", body={"name": "acme"})
+    contract.is_refused(409, "POST", "/organizations", body={"name": "acme"})
+    contract.asks("GET", "/organizations")
+    contract.asks("POST", "/projects", body={"name": "acme/search"})
+    changed = contract.asks(
+        "PATCH", "/projects/{name}", name="acme/search", body={"models": [NAME]}
+    )
+    assert changed["models"] == [NAME]
+    contract.asks("GET", "/projects")
+    new = contract.asks("POST", "/keys", body={"label": "one", "project": "acme/search"})
+    newer = contract.asks("POST", "/keys/{key_id}/rotate", key_id=new["key_id"], body={})
+    contract.asks("GET", "/keys")
+    contract.asks("DELETE", "/keys/{key_id}", key_id=newer["key_id"])
+    contract.is_refused(404, "DELETE", "/keys/{key_id}", key_id=newer["key_id"])
+    contract.asks("GET", "/usage")
+
+
 def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
     with system.admin() as http, system.openai() as client:
         contract = Contract(http)
@@ -146,6 +165,7 @@ def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
         contract.asks("GET", "/evictions")
         contract.streams("/stream", {"topic": ["models", "nodes"]})
 
+        ask_of_tenants(contract)
         (node,) = contract.asks("GET", "/nodes")["nodes"]
         contract.asks("POST", "/nodes/{node_id}/drain", node_id=node["node_id"])
         contract.asks("DELETE", "/nodes/{node_id}/drain", node_id=node["node_id"])
