@@ -132,7 +132,7 @@ def test_the_page_as_a_new_operator_types_it(folder: Path) -> None:
     with running(operator.home) as system:
         assert "registered my-model" in operator.types("cp -r models/ember-7m", system)
         answer = answer_in(operator.types("curl http://127.0.0.1:8000/v1/chat", system))
-        assert "ready" in operator.types("pilotlight doctor", system)
+        assert "ready" in operator.types("pilotlight status", system)
         (node,) = nodes_of(system)
         drained = operator.types("pilotlight node list", system, NODE=node)
         assert "is drained: nothing is left on it" in drained
