@@ -265,13 +265,21 @@ def test_what_is_owed_service_is_named_to_the_cache() -> None:
     assert owed == ("young", "starts")
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin(in_flight: int) -> None:
-    """Requests end by themselves, pins do not."""
+@pytest.mark.parametrize("passing", ["nothing", "requests", "loading", "owed"])
+def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin(passing: str) -> None:
+    """Requests and loads end by themselves, and service is owed for a while; pins stay."""
     stages = (
-        held("a", "i-a", device_bytes=600, in_flight=in_flight),
+        held(
+            "a",
+            "i-a",
+            device_bytes=600,
+            in_flight=int(passing == "requests"),
+            state=HeldState.LOADING if passing == "loading" else HeldState.READY,
+        ),
         held("b", "i-b", device_bytes=400),
     )
+    young = instance("a", "i-a", since_s=NOW_S - 5, used_s=NOW_S - 0.1)
+    owed = (replace(young, load_s=10.0),) if passing == "owed" else ()
     models = (model("a", pinned=True), model("b", pinned=True), model("m"))
     snapshot = Snapshot(
         now_s=NOW_S,
@@ -279,6 +287,7 @@ def test_a_worker_that_pins_fill_is_rejected_with_what_to_unpin(in_flight: int) 
         models=models,
         nodes=(node(),),
         workers=(worker(held_stages=stages),),
+        instances=owed,
     )
     found = candidates(models[-1], models[-1].spec.whole, snapshot, PlacementRules())
     (rejected,) = found.rejected

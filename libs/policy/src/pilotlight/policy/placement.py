@@ -300,15 +300,21 @@ def _pins_in_the_way(
     candidate: Candidate, least_bytes: int, here: Snapshot, rules: PlacementRules
 ) -> str:
     """What would have to be unpinned for a stage, as the end of a sentence; empty where pins are
-    not all that is in the way for long: requests end, and residency grows, by themselves.
+    not all that is in the way for long. What keeps a copy besides passes by itself: requests, loads
+    and drains end, leases and what a load is owed run out, residency grows.
     """
     if not any(model.pinned for model in here.models):
         return ""
     request, found = _eviction(candidate.worker, candidate.node, here, rules, None)
-    request = replace(request, need_bytes=least_bytes, free_bytes=candidate.free_bytes)
-    idle = (replace(one, in_flight=0) for one in found)
+    request = replace(
+        request,
+        need_bytes=least_bytes,
+        free_bytes=candidate.free_bytes,
+        protected=frozenset(),
+    )
+    at_rest = (replace(one, in_flight=0, leases=0, busy=False) for one in found)
     for_long = replace(rules.eviction, min_residency_s=0.0)
-    unpin = plan_eviction(rules.policy, request, idle, for_long).unpin
+    unpin = plan_eviction(rules.policy, request, at_rest, for_long).unpin
     return f"; unpin {', '.join(unpin)} to make room" if unpin else ""
 
 
