@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pilotlight.common.clock import SystemClock
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_FOLDER = ROOT / "models" / "ember-7m"
 DEADLINE_S = 90.0
+PORTS = (20_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,14 @@ def copied(folder: Path, name: str) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that connections are given: none of the system's
+    own takes it before its gateway does.
+    """
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
