@@ -46,6 +46,7 @@ def live(seed: int) -> PaperStage:
     limits = BatchLimits(
         step_tokens=step_tokens,
         running=chance.randint(1, min(step_tokens, 6)),
+        chunk_tokens=chance.choice((None, 1, 4, 30)),
         prefix_cache=chance.random() < 0.8,
     )
     stage = PaperStage(chance.choice((2, 4, 6, 8, 12, 40)), limits)
@@ -107,12 +108,18 @@ REQUESTS = st.lists(
     requests=REQUESTS,
     num_blocks=st.integers(8, 20),
     step_tokens=st.integers(1, 50),
+    chunk_tokens=st.none() | st.integers(1, 50),
     prefix_cache=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_output_is_that_of_each_request_alone(requests, num_blocks, step_tokens, prefix_cache):
+def test_output_is_that_of_each_request_alone(
+    requests, num_blocks, step_tokens, chunk_tokens, prefix_cache
+):
     limits = BatchLimits(
-        step_tokens=step_tokens, running=min(step_tokens, 4), prefix_cache=prefix_cache
+        step_tokens=step_tokens,
+        running=min(step_tokens, 4),
+        chunk_tokens=chunk_tokens,
+        prefix_cache=prefix_cache,
     )
     stage = PaperStage(num_blocks, limits)
     submitted = []
@@ -190,7 +197,9 @@ def test_random_lives_of_a_pipeline(part):
         chance = random.Random(seed)
         depth, step_tokens = chance.randint(2, 4), chance.choice((3, 8, 40))
         limits = BatchLimits(
-            step_tokens=step_tokens, running=chance.randint(1, min(step_tokens, 8))
+            step_tokens=step_tokens,
+            running=chance.randint(1, min(step_tokens, 8)),
+            chunk_tokens=chance.choice((None, 2, 16)),
         )
         stage = PaperPipeline(chance.choice((6, 8, 12, 40)), limits)
         arriving, rounds = chance.randint(3, 12), 0

@@ -38,6 +38,17 @@ def test_a_step_has_so_many_tokens_and_streams_come_first():
     assert states(stage) == "r"
 
 
+def test_a_long_prompt_is_cut_where_others_get_tokens_and_short_ones_share_a_step():
+    stage = PaperStage(100, BatchLimits(step_tokens=40, chunk_tokens=5, running=10))
+    stage.submit(prompt(0, 12), 9)
+    assert stage.step() == [("r0", 0, 12)], "nobody waits for a token meanwhile"
+    for kind, num_tokens in enumerate((4, 5, 12, 3), start=1):
+        stage.submit(prompt(kind, num_tokens), 9)
+    assert stage.step() == [("r0", 12, 13), ("r1", 0, 4), ("r2", 0, 5), ("r3", 0, 5)]
+    assert stage.step() == [("r0", 13, 14), ("r1", 4, 5), ("r2", 5, 6), ("r3", 5, 10)]
+    assert [row for row in stage.step() if row[0] in ("r3", "r4")] == [("r3", 10, 12), ("r4", 0, 3)]
+
+
 def test_every_stream_gets_a_token_in_every_step():
     stage = PaperStage(100, BatchLimits(step_tokens=4, running=4))
     for kind in range(3):

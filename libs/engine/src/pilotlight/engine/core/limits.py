@@ -10,6 +10,10 @@ class BatchLimits:
     step_tokens: int = 512
     """Tokens of one forward pass, streams and chunks of prompts together, so that no prompt holds
     up the streams for long."""
+    chunk_tokens: int | None = None
+    """Of one prompt in a step that also gives running requests their next tokens; None: as many as
+    the step holds. A long prompt then stretches many steps a little, not one of them by its whole
+    time; short ones still share a step."""
     running: int = 256
     """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
     in every step."""
@@ -25,3 +29,5 @@ class BatchLimits:
             raise ValueError(
                 f"running must be in [1, step_tokens], not {self.running} of {self.step_tokens}"
             )
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be 1 at least, not {self.chunk_tokens}")

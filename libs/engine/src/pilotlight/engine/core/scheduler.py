@@ -129,18 +129,21 @@ class BatchScheduler:
         ``advance``), wants nothing, and so is in none.
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest
-           to the others in order.
+           to the others in order. Where there is one of the first kind, no other gets more than
+           ``chunk_tokens``.
         2. Oldest first, each request that is to run gets the block that it lacks. While none is
            free, the youngest gives up its own; the youngest itself sits this step out instead.
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and
-           blocks go, unless they gather (``gathering``).
+           blocks go, unless they gather (``gathering``). None behind one that gets only a part of
+           what it wants: it came first.
         """
-        counts = self._share_tokens(at_most)  # 1
+        cap = self._cap
+        counts = self._share_tokens(at_most, cap)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
-        left = self._limits.step_tokens - sum(counts.values())
+        left = self._left(counts)
         idle = preempted or gathers(self._limits, self.running, self._queue.values(), now_s)
-        taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places)  # 3
+        taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places, cap)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
         segments = tuple(self._segment(request, counts[request.key]) for request in requests)
@@ -152,8 +155,22 @@ class BatchScheduler:
             prefix_hit_tokens=taken.hit_tokens,
         )
 
-    def _share_tokens(self, at_most: int | None) -> dict[RequestKey, int]:
-        """How many tokens each running request may run."""
+    @property
+    def _cap(self) -> int:
+        """Tokens that a step may run of one prompt."""
+        chunk, whole = self._limits.chunk_tokens, self._limits.step_tokens
+        if chunk is None or not any(request.wanted == 1 for request in self._running.values()):
+            return whole
+        return min(chunk, whole)
+
+    def _left(self, counts: dict[RequestKey, int]) -> int:
+        """Tokens of a step that requests may have which do not run yet."""
+        if any(count < self._running[key].wanted for key, count in counts.items()):
+            return 0
+        return self._limits.step_tokens - sum(counts.values())
+
+    def _share_tokens(self, at_most: int | None, cap: int) -> dict[RequestKey, int]:
+        """How many tokens each running request may run, of one prompt ``cap`` at most."""
         ready = dict(
             islice(
                 ((key, request) for key, request in self._running.items() if request.wanted),
@@ -164,8 +181,8 @@ class BatchScheduler:
         left = self._limits.step_tokens - len(counts)
         for key, request in ready.items():
             if request.wanted > 1:
-                counts[key] = min(request.wanted, left)
-                left -= counts[key]
+                counts[key] = min(request.wanted, left, cap)
+                left = left - counts[key] if counts[key] == request.wanted else 0
         return counts
 
     def _make_room(self, counts: dict[RequestKey, int]) -> int:
@@ -196,8 +213,9 @@ class BatchScheduler:
         self._queue[request.key] = request
         self._queue.move_to_end(request.key, last=False)
 
-    def _take_up(self, now_s: float, left: int, places: int) -> _TakeUp:
-        """Takes requests up in order, as long as the first one fits.
+    def _take_up(self, now_s: float, left: int, places: int, cap: int) -> _TakeUp:
+        """Takes requests up in order, as long as the first one fits; none behind one that gets only
+        a part of what it wants.
 
         A block for each that runs already is left free, so that a newcomer does not drive another
         out in the next step. One that asks the same as one that is being run waits for that one's
@@ -224,8 +242,8 @@ class BatchScheduler:
                 hits += in_place
             del self._queue[request.key]
             self._run(request, in_place)
-            counts[request.key] = min(request.wanted, left)
-            left -= counts[request.key]
+            count = counts[request.key] = min(request.wanted, left, cap)
+            left = left - count if count == request.wanted else 0
         return _TakeUp(counts, looked_up, hits)
 
     def _run(self, request: Request, in_place: int) -> None:

@@ -2,7 +2,7 @@
 longer than a small kernel runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self._function = function
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     @property
     def compiled(self) -> list[Any]:
@@ -61,28 +62,32 @@ class Kernel:
             stages,
             variant,
         )
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        launch = self._launches.get(key)
+        if launch is None:
             # Under triton's interpreter nothing is compiled, and every launch comes here.
             with compiling():
-                self._compiled[key] = self._function[grid](
+                made = self._function[grid](
                     *arguments, *constants, num_warps=warps, num_stages=stages
                 )
+            self._compiled[key] = made
+            if made is not None:
+                self._launches[key] = _launch_of(made)
             return
-        if not (grid[0] and grid[1]):
-            return
-        active = triton.runtime.driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        compiled.run(
-            grid[0],
-            grid[1],
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-            *constants,
-        )
+        if grid[0] and grid[1]:
+            # Of a tensor, triton asks the driver whether the device can reach it, each time.
+            addresses = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+            launch(*grid, 1, *addresses, *constants)
+
+
+def _launch_of(compiled: Any) -> Callable[..., None]:
+    """Starts what triton compiled, on the stream of the moment: with a grid of three, and the
+    addresses of tensors in their places.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    active = triton.runtime.driver.active
+    stream, device = active.get_current_stream, active.get_current_device()
+
+    def launch(x: int, y: int, z: int, *arguments: float) -> None:
+        run(x, y, z, stream(device), function, metadata, None, None, None, *arguments)
+
+    return launch
