@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
+.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -148,6 +148,9 @@ bench-gateway:  ## what the gateway costs with an engine that takes no time, bes
 
 bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py
+
+bench-chunks-gpu:  ## how much of a long prompt a step takes beside running requests, on this machine's GPU, as JSON: ARGS='--shape 4B --chunks 0 1024'; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/chunks_gpu.py $(ARGS)
 
 bench-kv-return:  ## KV on loan goes back on this machine's GPU, three ways by turns, as JSON: SECONDS=, ROUNDS=; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/kv_return.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ROUNDS),--rounds $(ROUNDS))

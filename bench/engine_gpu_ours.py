@@ -20,7 +20,7 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import Sampling
 
-STEP_TOKENS, RUNNING = 8_192, 256
+LIMITS = BatchLimits(step_tokens=8_192, running=256, prefix_cache=False)
 EXACT_TOP = 20
 INSTANCE, EXACT = InstanceId("bench"), InstanceId("float32")
 EXACT_KV_TOKENS = 8_192
@@ -29,11 +29,10 @@ EXACT_KV_TOKENS = 8_192
 class Bench:
     """One engine with one model."""
 
-    def __init__(self, asked: job.Job) -> None:
+    def __init__(self, asked: job.Job, limits: BatchLimits = LIMITS) -> None:
         self.spec = spec_of(asked.shape)
         self.arena = CudaArena()
         self.device_name = torch.cuda.get_device_name()
-        limits = BatchLimits(step_tokens=STEP_TOKENS, running=RUNNING, prefix_cache=False)
         self.engine = Engine(1, time.monotonic, limits, self.arena)
         self._folder = Path(asked.folder)
         self._number = 0

@@ -34,7 +34,6 @@ No clock and no randomness: the same calls give the same plans.
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
 
 from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment, readings_of
@@ -43,6 +42,12 @@ from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
+from pilotlight.engine.core.shares import (
+    left_behind,
+    left_for_newcomers,
+    prompt_cap,
+    share_tokens,
+)
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.request import RequestKey
@@ -137,11 +142,11 @@ class BatchScheduler:
            blocks go, unless they gather (``gathering``). None behind one that gets only a part of
            what it wants: it came first.
         """
-        cap = self._cap
-        counts = self._share_tokens(at_most, cap)  # 1
+        step_tokens, cap = self._limits.step_tokens, prompt_cap(self._limits, self._running)
+        counts = share_tokens(self._running, at_most, step_tokens, cap)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
-        left = self._left(counts)
+        left = left_for_newcomers(self._running, counts, step_tokens)
         idle = preempted or gathers(self._limits, self.running, self._queue.values(), now_s)
         taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places, cap)  # 3
         counts |= taken.counts
@@ -154,36 +159,6 @@ class BatchScheduler:
             prefix_looked_up_tokens=taken.looked_up_tokens,
             prefix_hit_tokens=taken.hit_tokens,
         )
-
-    @property
-    def _cap(self) -> int:
-        """Tokens that a step may run of one prompt."""
-        chunk, whole = self._limits.chunk_tokens, self._limits.step_tokens
-        if chunk is None or not any(request.wanted == 1 for request in self._running.values()):
-            return whole
-        return min(chunk, whole)
-
-    def _left(self, counts: dict[RequestKey, int]) -> int:
-        """Tokens of a step that requests may have which do not run yet."""
-        if any(count < self._running[key].wanted for key, count in counts.items()):
-            return 0
-        return self._limits.step_tokens - sum(counts.values())
-
-    def _share_tokens(self, at_most: int | None, cap: int) -> dict[RequestKey, int]:
-        """How many tokens each running request may run, of one prompt ``cap`` at most."""
-        ready = dict(
-            islice(
-                ((key, request) for key, request in self._running.items() if request.wanted),
-                at_most,
-            )
-        )
-        counts = {key: 1 for key, request in ready.items() if request.wanted == 1}
-        left = self._limits.step_tokens - len(counts)
-        for key, request in ready.items():
-            if request.wanted > 1:
-                counts[key] = min(request.wanted, left, cap)
-                left = left - counts[key] if counts[key] == request.wanted else 0
-        return counts
 
     def _make_room(self, counts: dict[RequestKey, int]) -> int:
         """Gives each request the block that it lacks, and strikes off those that cannot run; how
@@ -243,7 +218,7 @@ class BatchScheduler:
             del self._queue[request.key]
             self._run(request, in_place)
             count = counts[request.key] = min(request.wanted, left, cap)
-            left = left - count if count == request.wanted else 0
+            left = left_behind(request, count, left)
         return _TakeUp(counts, looked_up, hits)
 
     def _run(self, request: Request, in_place: int) -> None:
