@@ -19,6 +19,17 @@ MAX_WEIGHT = 100.0
 """Of a project. That the weights are bounded bounds how long anyone waits for others."""
 
 
+@dataclass(frozen=True, slots=True)
+class FairShare:
+    """On whose behalf a request waits, and what that one gets beside others."""
+
+    tenant: str = ""
+    weight: float = 1.0
+
+
+NO_TENANT = FairShare()
+
+
 class FairTurns:
     """The tags of tenants that wait.
 

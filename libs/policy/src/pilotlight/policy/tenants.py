@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pilotlight.policy.fairness import FairShare
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
@@ -33,6 +35,11 @@ class Tenant:
     """The project's: where several wait, it gets as much as the others by weight."""
     project_limits: TenantLimits = NO_LIMITS
     key_limits: TenantLimits = NO_LIMITS
+
+    @property
+    def share(self) -> FairShare:
+        """What it gets where others wait, too."""
+        return FairShare(self.project, self.weight)
 
 
 NOBODY = Tenant()
