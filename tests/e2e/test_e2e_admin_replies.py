@@ -96,9 +96,17 @@ def ask_of_tenants(contract: Contract) -> None:
         "PATCH", "/projects/{name}", name="acme/search", body={"models": [NAME]}
     )
     assert changed["models"] == [NAME]
+    contract.asks(
+        "PUT",
+        "/projects/{name}/limits",
+        name="acme/search",
+        body={"requests_per_minute": 600, "weight": 2},
+    )
     contract.asks("GET", "/projects")
     new = contract.asks("POST", "/keys", body={"label": "one", "project": "acme/search"})
     newer = contract.asks("POST", "/keys/{key_id}/rotate", key_id=new["key_id"], body={})
+    limits = {"tokens_per_minute": 90_000, "concurrent_requests": 8, "tokens_per_month": 10**9}
+    contract.asks("PUT", "/keys/{key_id}/limits", key_id=newer["key_id"], body=limits)
     contract.asks("GET", "/keys")
     contract.asks("DELETE", "/keys/{key_id}", key_id=newer["key_id"])
     contract.is_refused(404, "DELETE", "/keys/{key_id}", key_id=newer["key_id"])

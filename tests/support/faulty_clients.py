@@ -12,9 +12,11 @@ from faulty_system import FaultySystem
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.waiting import pause
+from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.openai.answer import Answer
+from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.exchange import Choice, Exchange
 from pilotlight.gateway.openai.parameters import Options
@@ -25,7 +27,7 @@ from pilotlight.policy.ids import ModelName, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.engines.sim_tokens import SimTokens
 
-KEY = "key-test"
+KEY = KeyInfo("key-test", "inference", "test")
 MAX_PROMPT_TOKENS = 12
 MAX_OUTPUT_TOKENS = 100
 
@@ -171,11 +173,12 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     )
     choice = Choice(0, parts, request, Answer(text, ask.stops, logprobs=ask.sampling.logprobs))
     shapes = CompletionShapes(ask.request_id, ask.model, 0, options)
+    asker = Asker(request_id=ask.request_id, key=KEY, arrived_s=request.arrived_s)
     client = _Client(ask.leaves_after if ask.kind is Kind.LEAVES else None)
     scope: dict[str, Any] = {"type": "http", "headers": []}
     BodyRoom(BodyBudget(total_bytes=0, pause_s=0.0)).put_into(scope)
     try:
-        await Exchange(parts, [choice], options, KEY).response(shapes)(
+        await Exchange(parts, [choice], options, asker, scope).response(shapes)(
             scope, client.receive, client.send
         )
     except ClientGone:

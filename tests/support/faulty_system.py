@@ -37,11 +37,12 @@ from pilotlight.common.service import Application, Background, Context
 from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.testing import EVENTS_BYTES, until
 from pilotlight.gateway.app import Serving, build_serving
+from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.openai.exchange import ExchangeParts
 from pilotlight.gateway.records.usage import UsageRecorder
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.settings import GatewaySettings
-from pilotlight.gateway.testing import NoDecisions
+from pilotlight.gateway.testing import KnownBudgets, NoDecisions
 from pilotlight.loader import app as loader_app
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.settings import LoaderSettings
@@ -158,6 +159,7 @@ class FaultySystem:
                 requests=self.serving.requests,
                 starts=self.serving.starts,
                 usage=self.usage,
+                limiter=Limiter(context.clock, KnownBudgets(), self.serving.gateway_id),
                 measures=measures,
                 clock=context.clock,
             )

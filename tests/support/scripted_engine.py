@@ -119,6 +119,7 @@ class ScriptedEngine:
         deadline_s: float | None,
         *,
         vocabulary: Any,
+        share: Any,
     ) -> None:
         self.deadlines[request_id] = deadline_s
         if instance_id not in self.expected:

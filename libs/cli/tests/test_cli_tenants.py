@@ -12,6 +12,12 @@ import pytest
 
 from pilotlight.cli.main import run
 
+LIMITS = {
+    "requests_per_minute": 600,
+    "tokens_per_minute": None,
+    "concurrent_requests": 8,
+    "tokens_per_month": None,
+}
 AT = "2026-01-31T12:00:00.5+00:00"
 KEY = {
     "key_id": "key-0123456789abcdef",
@@ -22,6 +28,7 @@ KEY = {
     "admin_role": "viewer",
     "models": ["acme/*"],
     "routes": [],
+    "limits": LIMITS,
     "created_at": AT,
     "expires_at": None,
     "last_used_at": AT,
@@ -32,6 +39,8 @@ PROJECT = {
     "organization": "acme",
     "models": ["acme/*"],
     "routes": [],
+    "limits": LIMITS,
+    "weight": 2.0,
     "created_at": AT,
 }
 USED = {
@@ -71,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_POST = do_DELETE = do_PATCH = _do  # noqa: N815
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _do  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""
@@ -148,6 +157,30 @@ def test_a_key_is_made_listed_rotated_and_revoked(
         },
         {"overlap_s": 60.0},
     ]
+
+
+def test_limits_are_said_whole_and_shown(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
+    gateway.answers = {
+        "PUT /projects/acme/search/limits": PROJECT,
+        f"PUT /keys/{KEY['key_id']}/limits": KEY,
+        "GET /projects": {"projects": [PROJECT]},
+        "GET /keys": {"keys": [KEY]},
+    }
+    limits = ["--requests-per-minute", "600", "--concurrent-requests", "8"]
+    assert run(["project", "limit", "acme/search", *limits, "--weight", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "project acme/search: 600 requests/min, 8 at a time, weight 2\n"
+    assert run(["key", "limit", KEY["key_id"], *limits]) == 0
+    assert "600 requests/min" in capsys.readouterr().out
+    assert [body for _, _, body in gateway.asked] == [{**LIMITS, "weight": 2.0}, LIMITS]
+    assert run(["key", "limit", KEY["key_id"], "--json"]) == 0
+    assert out()["limits"] == LIMITS
+    assert gateway.asked[-1][2] == dict.fromkeys(LIMITS)
+    for listed in ("project", "key"):
+        assert run([listed, "list"]) == 0
+        assert "600" in capsys.readouterr().out
 
 
 def test_usage_for_people_and_as_csv(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:

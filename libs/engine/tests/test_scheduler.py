@@ -11,6 +11,7 @@ from pilotlight.engine.core.lifecycle import TRANSITIONS, RequestEvent, RequestS
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.policy.fairness import FairShare
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import RequestKey, Sampling
 
@@ -299,3 +300,52 @@ def test_the_core_imports_no_tensors():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_tenants_take_turns_by_weight():
+    """Two that always have more: what is taken up follows the weights."""
+    stage = PaperStage(40, BatchLimits(running=2))
+    tenants, taken = {}, []
+    for number in range(120):
+        of = FairShare("heavy", 3.0) if number % 2 else FairShare("light", 1.0)
+        tenants[f"r{number}"] = stage.submit(prompt(number, 6), 2, share=of).share.tenant
+    while len(taken) < 60:
+        taken += [tenants[name] for name, start, _ in stage.step() if start == 0]
+    assert taken.count("heavy") == pytest.approx(45, abs=2)
+
+
+@pytest.mark.parametrize("flood", [3, 60])
+def test_a_flood_delays_another_by_a_bound(flood):
+    stage = PaperStage(40, BatchLimits(running=1))
+    for number in range(flood):
+        stage.submit(prompt(number, 6), 2, share=FairShare("flood"))
+    stage.step()
+    mine = stage.submit(prompt(7, 6), 2, share=FairShare("little"))
+    steps = 0
+    while mine.computed == 0:
+        stage.step()
+        steps += 1
+    # What runs goes on to its end, and at most one of equal cost is before it.
+    assert steps <= 1 + 2 + 1
+    stage.drain()
+
+
+def test_one_tenant_alone_is_served_in_its_order():
+    stage = PaperStage(40, BatchLimits(running=1))
+    for number in range(6):
+        stage.submit(prompt(number, 40 if number % 2 else 3), 1, share=FairShare("a", 2.0))
+    assert [stage.step()[0][0] for _ in range(6)] == ["r0", "r1", "r2", "r3", "r4", "r5"]
+
+
+def test_one_that_was_preempted_goes_before_another_tenants():
+    stage = PaperStage(5, BatchLimits())
+    first = stage.submit(prompt(0, 31), 30, share=FairShare("a"))
+    second = stage.submit(prompt(1, 31), 30, share=FairShare("a"))
+    stage.step()
+    third = stage.submit(prompt(2, 5), 2, share=FairShare("b"))
+    while not second.takes or second.state is not RequestState.PREEMPTED:
+        stage.step()
+    assert third.takes == 0 or third.state is RequestState.ENDED
+    assert next(iter(stage.scheduler.requests[1:])) is second
+    stage.drain()
+    assert first.token_ids[31:] == expected_output(prompt(0, 31), 0, 30)

@@ -30,6 +30,7 @@ from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.server import HttpServer
+from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.open_pages import Pages
 from pilotlight.gateway.openai.api import Limits, OpenAiApi
@@ -46,6 +47,7 @@ from pilotlight.gateway.testing import (
     API_KEY,
     RESERVED_HELPERS,
     FixedKeys,
+    KnownBudgets,
     KnownModels,
     NoDecisions,
     NotedUsage,
@@ -77,6 +79,8 @@ class World:
     bodies: BodyBudget
     metrics: CollectorRegistry
     usage: NotedUsage
+    limiter: Limiter
+    budgets: KnownBudgets
     responses: KeptResponses
     batches: Batches
     store: ObjectStore
@@ -194,12 +198,14 @@ def _world(
 ) -> World:
     settings = context.settings
     serving = build_serving(context, NoDecisions())
-    usage = NotedUsage()
+    usage, budgets = NotedUsage(), KnownBudgets()
+    limiter = Limiter(context.clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(
         requests=serving.requests,
         starts=serving.starts,
         usage=usage,
+        limiter=limiter,
         measures=measures,
         clock=context.clock,
     )
@@ -264,6 +270,8 @@ def _world(
         bodies=bodies,
         metrics=context.metrics,
         usage=usage,
+        limiter=limiter,
+        budgets=budgets,
         responses=responses,
         batches=batches,
         store=context.store,

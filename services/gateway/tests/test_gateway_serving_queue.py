@@ -1,5 +1,8 @@
-"""The queue of held requests: bounded, earliest deadline first, and what it tells of its demand."""
+"""The queue of held requests: bounded, earliest deadline first, fair between tenants, and what it
+tells of its demand.
+"""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import TooManyHeld, TransientError
 from pilotlight.gateway.serving.queue import PendingQueue, Ticket
 from pilotlight.policy.admission import QueueBounds
+from pilotlight.policy.fairness import FairShare
 from pilotlight.policy.ids import ModelName
 
 pytestmark = pytest.mark.anyio
@@ -236,3 +240,95 @@ async def test_closing_lets_those_go_that_wait_elsewhere():
     queue.close(TransientError("stopping"))
     assert queue.demand() == ()
     assert isinstance(place.error, TransientError)
+
+
+# Several tenants.
+
+
+def of(clock, tenant, *, weight=1.0, tokens=100, deadline_in_s=60):
+    return Ticket(
+        model=FOX,
+        digest="d",
+        needed_tokens=tokens,
+        held_tokens=7,
+        since_s=clock.monotonic_s(),
+        deadline_s=clock.monotonic_s() + deadline_in_s,
+        share=FairShare(tenant, weight),
+    )
+
+
+def served(slots, queue, places):
+    """The one whose turn is next."""
+    waiting = [place for place in places if place.assigned is None]
+    slots.free = 1
+    queue.pump(FOX)
+    return next(place for place in waiting if place.assigned is not None)
+
+
+async def test_shares_follow_weights_in_tokens():
+    slots = Slots()
+    queue, clock = held(slots)
+    places = [queue.enter(of(clock, "a", weight=3, tokens=50)) for _ in range(200)]
+    places += [queue.enter(of(clock, "b", tokens=100)) for _ in range(200)]
+    got = Counter()
+    for _ in range(200):
+        place = served(slots, queue, places)
+        got[place.tenant] += place.ticket.needed_tokens
+    assert got["a"] / got["b"] == pytest.approx(3, rel=0.03)
+
+
+@pytest.mark.parametrize("flood", [2, 50, 400])
+async def test_a_flood_delays_another_by_one_request_whatever_its_length(flood):
+    slots = Slots()
+    queue, clock = held(slots)
+    # All of the flood is due earlier.
+    places = [queue.enter(of(clock, "flood", deadline_in_s=10)) for _ in range(flood)]
+    mine = queue.enter(of(clock, "little"))
+    assert queue.ahead(mine) <= 1
+    turns = 1
+    while served(slots, queue, [*places, mine]) is not mine:
+        turns += 1
+    assert turns <= 2
+
+
+async def test_among_its_own_the_earliest_deadline_is_first():
+    slots = Slots()
+    queue, clock = held(slots)
+    places = [
+        queue.enter(of(clock, tenant, deadline_in_s=deadline_s))
+        for deadline_s in (30, 10, 20)
+        for tenant in ("a", "b")
+    ]
+    order = [served(slots, queue, places) for _ in range(6)]
+    for tenant in ("a", "b"):
+        own = [place.ticket.deadline_s for place in order if place.tenant == tenant]
+        assert own == sorted(own)
+
+
+async def test_a_full_queue_has_room_for_who_has_little_of_it():
+    queue, clock = held(model_requests=4)
+    flood = [queue.enter(of(clock, "flood", deadline_in_s=60 + n)) for n in range(4)]
+    with pytest.raises(TooManyHeld):
+        queue.enter(of(clock, "flood"))
+    for _ in range(2):
+        queue.enter(of(clock, "little"))
+    # The flood's own last ones made way; they are told so.
+    assert [place.error is not None for place in flood] == [False, False, True, True]
+    with pytest.raises(TooManyHeld):
+        flood[3].take()
+    with pytest.raises(TooManyHeld):
+        queue.enter(of(clock, "little"))
+    assert queue.held == 4
+    for place in flood:
+        with place:
+            pass
+    assert queue.held == 2
+
+
+async def test_over_all_models_it_is_the_longest_line_that_makes_way():
+    queue, clock = held(total_requests=3)
+    queue.enter(ticket(clock, 60, model="other"))
+    flood = [queue.enter(of(clock, "flood")) for _ in range(2)]
+    queue.enter(of(clock, "little"))
+    assert [place.error is not None for place in flood] == [False, True]
+    assert queue.held == 3

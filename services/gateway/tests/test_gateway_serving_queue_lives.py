@@ -175,7 +175,7 @@ class Gateway:
         places = [life.place for life in self.lives]
         waiting = [place for place in places if place.assigned is None and place.error is None]
         line = self.queue._lines.get(MODEL.name)
-        held, handed = (line.places, line.handed) if line is not None else ([], set())
+        held, handed = (list(line), line.handed) if line is not None else ([], set())
         assert held == sorted(waiting, key=lambda place: place.order)
         assert self.queue.held == len(waiting)
         assert handed <= set(places), "an attempt that has ended is waited for no more"

@@ -95,6 +95,10 @@ class AdminClient:
         """PATCH and return the decoded body."""
         return self._call("PATCH", path, json=dict(body))
 
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        """PUT and return the decoded body."""
+        return self._call("PUT", path, json=dict(body))
+
     def delete(self, path: str) -> Any:
         """DELETE and return the decoded body, if there is one."""
         return self._call("DELETE", path)

@@ -28,6 +28,7 @@ Routes = Annotated[
         show_default=False,
     ),
 ]
+NOT_LIMITED = Parameter(help="Without it, not limited.", show_default=False)
 Key = Annotated[str, Parameter(help="An id that `pilotlight key list` shows.")]
 
 
@@ -95,6 +96,57 @@ def project_set(
     scope = {"models": list(model), "routes": list(route)}
     with admin_client() as client:
         return tenants.change_project(client, name, scope, as_json=json)
+
+
+@project_app.command(name="limit")
+def project_limit(
+    name: Annotated[str, Parameter(help="organization/project.")],
+    /,
+    *,
+    requests_per_minute: Annotated[int | None, NOT_LIMITED] = None,
+    tokens_per_minute: Annotated[int | None, NOT_LIMITED] = None,
+    concurrent_requests: Annotated[int | None, NOT_LIMITED] = None,
+    tokens_per_month: Annotated[int | None, NOT_LIMITED] = None,
+    weight: Annotated[
+        float, Parameter(help="What it gets of what several projects wait for, beside theirs.")
+    ] = 1.0,
+    json: Json = False,
+) -> int:
+    """Say anew how much a project's keys may use together; what is left out is not limited."""
+    from pilotlight.cli import tenants
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "tokens_per_month": tokens_per_month,
+    }
+    with admin_client() as client:
+        return tenants.limit_project(client, name, {**limits, "weight": weight}, as_json=json)
+
+
+@key_app.command(name="limit")
+def key_limit(
+    key: Key,
+    /,
+    *,
+    requests_per_minute: Annotated[int | None, NOT_LIMITED] = None,
+    tokens_per_minute: Annotated[int | None, NOT_LIMITED] = None,
+    concurrent_requests: Annotated[int | None, NOT_LIMITED] = None,
+    tokens_per_month: Annotated[int | None, NOT_LIMITED] = None,
+    json: Json = False,
+) -> int:
+    """Say anew how much a key may use; what is left out is not limited."""
+    from pilotlight.cli import tenants
+
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "tokens_per_month": tokens_per_month,
+    }
+    with admin_client() as client:
+        return tenants.limit_key(client, key, limits, as_json=json)
 
 
 @key_app.command(name="list")

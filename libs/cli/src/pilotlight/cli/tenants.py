@@ -33,10 +33,18 @@ def show_projects(client: AdminClient, *, as_json: bool) -> int:
         emit_json(listed)
         return 0
     rows = [
-        (one["name"], _scope(one["models"]), _scope(one["routes"]), _moment(one["created_at"]))
+        (
+            one["name"],
+            _scope(one["models"]),
+            _scope(one["routes"]),
+            _limits(one["limits"]),
+            f"{one['weight']:g}",
+            _moment(one["created_at"]),
+        )
         for one in listed["projects"]
     ]
-    show_table(("project", "models", "routes", "since (UTC)"), rows, "there is no project")
+    columns = ("project", "models", "routes", "limits", "weight", "since (UTC)")
+    show_table(columns, rows, "there is no project")
     return 0
 
 
@@ -65,6 +73,40 @@ def change_project(
     return 0
 
 
+def limit_project(
+    client: AdminClient, name: str, limits: dict[str, float | None], *, as_json: bool
+) -> int:
+    """Say anew how much a project's keys may use together.
+
+    Args:
+        client: Asks the gateway.
+        name: The project's.
+        limits: With its weight; None limits nothing.
+        as_json: Print JSON in place of text.
+    """
+    changed = client.put(f"/projects/{quote(name)}/limits", limits)
+    told = f"project {name}: {_limits(changed['limits'])}, weight {changed['weight']:g}"
+    emit_json(changed) if as_json else console.print(told, markup=False)
+    return 0
+
+
+def limit_key(
+    client: AdminClient, key_id: str, limits: dict[str, int | None], *, as_json: bool
+) -> int:
+    """Say anew how much a key may use.
+
+    Args:
+        client: Asks the gateway.
+        key_id: The key's.
+        limits: None limits nothing.
+        as_json: Print JSON in place of text.
+    """
+    changed = client.put(f"/keys/{quote(key_id, safe='')}/limits", limits)
+    told = f"{key_id}: {_limits(changed['limits'])}"
+    emit_json(changed) if as_json else console.print(told, markup=False)
+    return 0
+
+
 def show_keys(client: AdminClient, project: str | None, *, revoked: bool, as_json: bool) -> int:
     """List keys, but for the keys themselves.
 
@@ -79,7 +121,7 @@ def show_keys(client: AdminClient, project: str | None, *, revoked: bool, as_jso
     if as_json:
         emit_json(listed)
         return 0
-    columns = ("key", "begins", "label", "role", "project", "models", "routes")
+    columns = ("key", "begins", "label", "role", "project", "models", "routes", "limits")
     times = ("created (UTC)", "last used", "expires") + (("revoked",) if revoked else ())
     rows = [
         (
@@ -90,6 +132,7 @@ def show_keys(client: AdminClient, project: str | None, *, revoked: bool, as_jso
             one["project"],
             _scope(one["models"]),
             _scope(one["routes"]),
+            _limits(one["limits"]),
             _moment(one["created_at"]),
             _moment(one["last_used_at"]),
             _moment(one["expires_at"]),
@@ -172,6 +215,17 @@ def _show_made(made: dict[str, Any], *, as_json: bool) -> int:
 
 def _scope(patterns: list[str]) -> str:
     return ", ".join(patterns) or "all"
+
+
+def _limits(limits: dict[str, int | None]) -> str:
+    units = {
+        "requests_per_minute": "requests/min",
+        "tokens_per_minute": "tokens/min",
+        "concurrent_requests": "at a time",
+        "tokens_per_month": "tokens/month",
+    }
+    said = (f"{limits[name]:,} {unit}" for name, unit in units.items() if limits[name] is not None)
+    return ", ".join(said) or "none"
 
 
 def _moment(at: str | None) -> str:

@@ -34,6 +34,7 @@ from pilotlight.common.messages import (
     demand,
     events,
     hold,
+    limits,
     phases,
     reports,
     room,
@@ -126,6 +127,7 @@ RIGHTS: dict[str, Rights] = {
         publish=(
             demand.demand_subject(_ANY_GATEWAY),
             arrivals.arrivals_subject(_ANY_GATEWAY),
+            limits.limits_subject(_ANY_GATEWAY),
             demand.WARM_SUBJECT,
             demand.EVICT_SUBJECT,
             verify.verify_subject(_ANY_NODE),
@@ -141,6 +143,7 @@ RIGHTS: dict[str, Rights] = {
             tokens.tokens_subject(_ANY_GATEWAY),
             spans.SPANS_SUBJECT,
             events.GATEWAY_EVENTS,
+            limits.LIMIT_SUBJECTS,
             *_REPORTS,
         ),
         write=(GATEWAYS,),

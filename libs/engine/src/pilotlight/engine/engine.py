@@ -25,6 +25,7 @@ from pilotlight.engine.resizing import resize
 from pilotlight.engine.results import GrownStage, PlacedPart, Released, StageRoom, StepResult
 from pilotlight.engine.sampling import ended, released
 from pilotlight.engine.turn import run_batch, step_result
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling, Vocabulary
@@ -289,6 +290,7 @@ class Engine:
         deadline_s: float | None = None,
         pieces: Sequence[KvPiece] = (),
         vocabulary: Vocabulary | None = None,
+        share: FairShare = NO_TENANT,
     ) -> None:
         """Queues a request, or goes on with one that was moved here with its KV.
 
@@ -299,17 +301,14 @@ class Engine:
             prompt_ids: at least one token.
             output_ids: what another engine sampled already: positions go on after them.
             sampling: how tokens are sampled.
-            deadline_s: on the engine's clock. The first step after it ends the request with the
-                error ``deadline_exceeded``.
-            pieces: what ``export_kv`` gave of it, of all layers, wherever they were. What they lack
-                at its end is computed here.
+            deadline_s: on the engine's clock; a step after it ends it with ``deadline_exceeded``.
+            pieces: what ``export_kv`` gave of it, of all layers; what they lack is computed here.
             vocabulary: the model's; a grammar needs it.
+            share: its tenant's, of the turns.
 
         Raises:
-            UnknownInstance: no whole model of this name is held here; with pieces, also: not every
-                part is in place.
-            BadRequest: the request makes no sense, has no room in the model's context, or is here
-                already.
+            UnknownInstance: no whole model of this name is held here, or with pieces: not in place.
+            BadRequest: it makes no sense, has no room in the model's context, or is here already.
             NoRoom: it can never fit into the instance's KV cache; with pieces, also: not now.
             PeerLost: another stage did not take its share of the pieces.
             Overloaded: too many grammars are being compiled.
@@ -321,6 +320,7 @@ class Engine:
         request = Request(
             key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s
         )
+        request.share = share
         resident.check(request)
         if request.exhausted:
             # Resumed after its last token, which its finish did not follow in time.

@@ -31,6 +31,9 @@ from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.server import HttpServer
+from pilotlight.gateway.limits.budgets import BudgetBook
+from pilotlight.gateway.limits.exchange import LimitExchange
+from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.models.catalog import Catalog
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.open_pages import OPEN_PAGES, Pages
@@ -251,11 +254,14 @@ async def build(context: Context[GatewaySettings]) -> Application:
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     usage = UsageRecorder(database, clock, background)
     serving = build_serving(context, DecisionReader(database))
+    budgets = BudgetBook(database, clock, background)
+    limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(
         requests=serving.requests,
         starts=serving.starts,
         usage=usage,
+        limiter=limiter,
         measures=measures,
         clock=clock,
     )
@@ -353,6 +359,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
         texts,
         catalog,
         usage,
+        budgets,
+        LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,
         SpanStore(database, context),
         pruner,

@@ -25,12 +25,14 @@ from pilotlight.common.waiting import within
 from pilotlight.gateway.settings import AccessSettings
 from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL, ApiKey, KeyRepository, Minted, Role
 from pilotlight.policy.access import UNLIMITED, Access, AdminRole
+from pilotlight.policy.tenants import NOBODY, Tenant
 
 PREFIX_CHARS = 16
 MIN_KEY_CHARS = 20
 MAX_KEY_CHARS = 256
 CACHE_S = 5.0
-"""How long a revoked key may still work where the event that tells of it is lost."""
+"""How long other changes of a key or its project take where the event that tells of them is lost;
+one that is revoked is asked for besides (``KeyFollower``)."""
 RANDOM_BYTES = 32
 ID_BYTES = 8
 RECHECK_DEADLINE_S = 1.0
@@ -48,6 +50,7 @@ class KeyInfo:
     access: Access = UNLIMITED
     admin_role: AdminRole = AdminRole.OWNER
     """Of an admin key."""
+    tenant: Tenant = NOBODY
 
     def for_route(self, path: str) -> "KeyInfo":
         """This key, which may be used there.
@@ -151,7 +154,7 @@ class Authenticator:
             raise Unauthorized("this key has expired: make another with `pilotlight key create`")
         if key.role != role:
             raise Forbidden(f"this route needs an {role} key, and this is an {key.role} key")
-        return KeyInfo(key.key_id, role, key.label, key.access, key.admin_role)
+        return KeyInfo(key.key_id, role, key.label, key.access, key.admin_role, key.tenant)
 
     def forget(self, *, key_id: str | None = None, project: str | None = None) -> None:
         """Look again before a key, or any key of a project, is used again."""

@@ -20,6 +20,7 @@ from pilotlight.policy.ids import (
     ModelName,
 )
 from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo
+from pilotlight.policy.tenants import NOBODY
 from pilotlight.policy.testing import tiny_spec
 from pilotlight.text.bundle import TextBundle
 from pilotlight.text.tokenizer import TextTokenizer
@@ -29,6 +30,7 @@ API_KEY = "pl-inference-for-tests"
 ADMIN_KEY = "pl-admin-for-tests"
 ELSEWHERE_KEY = "pl-inference-for-other-models"
 CHAT_KEY = "pl-inference-for-chats"
+LIMITED_KEY = "pl-inference-with-limits"
 TEXT_HELPER_MEMORY_BYTES = 512 * 1024 * 1024
 CREATED_UNIX_S = 1_760_000_000
 
@@ -126,12 +128,16 @@ class KnownModels:
 
 
 class FixedKeys:
-    """Knows one key of each role, one for other models than there are, and one for chats."""
+    """Knows one key of each role, one for other models than there are, one for chats, and one with
+    limits.
+    """
 
     def __init__(self) -> None:
         self.revoked = False
         self.scope = KeyScope()
         """Of the key whose lines run later."""
+        self.tenant = NOBODY
+        """Of the key with limits."""
 
     async def require(self, headers: Mapping[str, str], role: Role) -> KeyInfo:
         """As ``Authenticator.require``."""
@@ -140,13 +146,17 @@ class FixedKeys:
             ADMIN_KEY: ("admin", KeyScope()),
             ELSEWHERE_KEY: ("inference", KeyScope(models=("elsewhere",))),
             CHAT_KEY: ("inference", KeyScope(routes=("/v1/chat",))),
+            LIMITED_KEY: ("inference", KeyScope()),
         }
-        found = keys.get(headers.get("authorization", "").removeprefix("Bearer "))
+        presented = headers.get("authorization", "").removeprefix("Bearer ")
+        found = keys.get(presented)
         if found is None:
             raise Unauthorized
         its_role, scope = found
         if its_role != role:
             raise Forbidden
+        if presented == LIMITED_KEY:
+            return KeyInfo("key-limited", role, "test", tenant=self.tenant)
         return KeyInfo(f"key-{role}", role, "test", Access(key=scope))
 
     async def of_key(self, key_id: str, role: Role) -> KeyInfo:
@@ -165,6 +175,34 @@ class NotedUsage:
     def record(self, **row: Any) -> None:
         """As ``UsageRecorder.record``."""
         self.rows.append(row)
+
+
+class KnownBudgets:
+    """Counts what is used in memory, from what a test says it was."""
+
+    def __init__(self) -> None:
+        self.used_before: dict[str, int] = {}
+        self.learned: set[str] = set()
+
+    def knows(self, subject: str) -> bool:
+        """As ``Budgets.knows``."""
+        return subject in self.learned
+
+    async def learn(self, subject: str) -> None:
+        """As ``Budgets.learn``."""
+        self.learned.add(subject)
+
+    def begin(self, subject: str, tokens: int) -> None:
+        """As ``Budgets.begin``."""
+        self.used_before[subject] = self.used_before.get(subject, 0) + tokens
+
+    def end(self, subject: str, estimated: int, used: int) -> None:
+        """As ``Budgets.end``."""
+        self.used_before[subject] += used - estimated
+
+    def used(self, subject: str) -> int:
+        """As ``Budgets.used``."""
+        return self.used_before.get(subject, 0)
 
 
 class NoDecisions:

@@ -216,6 +216,7 @@ class Handlers:
             deadline_in_s=None
             if deadline_s is None
             else deadline_s - self._core.clock.monotonic_s(),
+            share=submit.share,
         )
         try:
             await self._core.engine.run(command)

@@ -73,9 +73,12 @@ projects = Table(
     ),
     json("scope"),
     time("created_at"),
+    Column("limits", JSONB, nullable=False, server_default="{}"),
+    Column("weight", Double, nullable=False, server_default="1"),
     schema="gateway",
 )
-"""``name`` is ``organization/project``; ``scope`` is a ``KeyScope``."""
+"""``name`` is ``organization/project``; ``scope`` is a ``KeyScope``, ``limits`` are
+``TenantLimits``."""
 
 DEFAULT_PROJECT = "default/default"
 """Of keys from files, and of those that name no project. The migrations make it."""
@@ -89,7 +92,7 @@ api_keys = Table(
     text("role"),
     text("label"),
     time("created_at"),
-    time("revoked_at", null=True),
+    Column("revoked_at", DateTime(timezone=True), nullable=True, index=True),
     Column(
         "project",
         Text,
@@ -102,12 +105,14 @@ api_keys = Table(
     Column("scope", JSONB, nullable=False, server_default="{}"),
     time("expires_at", null=True),
     time("last_used_at", null=True),
+    Column("limits", JSONB, nullable=False, server_default="{}"),
     CheckConstraint("role IN ('admin', 'inference')", name="role"),
     CheckConstraint("admin_role IN ('viewer', 'operator', 'owner')", name="admin_role"),
     schema="gateway",
 )
 """``hash`` is an HMAC of the key, and what finds its row; ``prefix`` is what people know it by. The
-key itself is nowhere. ``scope`` is a ``KeyScope``; ``admin_role`` is of admin keys."""
+key itself is nowhere. ``scope`` is a ``KeyScope``, ``limits`` are ``TenantLimits``; ``admin_role``
+is of admin keys."""
 
 usage = Table(
     "usage",
@@ -120,6 +125,7 @@ usage = Table(
     count("prompt_tokens"),
     count("output_tokens"),
     text("status"),
+    Index("usage_key_id_at_idx", "key_id", "at"),
     schema="gateway",
 )
 

@@ -9,9 +9,10 @@
     │   ├── MethodNotAllowed, AlreadyExists, Conflict ── ModelCold
     │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed, TextFailed
     │   ├── TooLarge ── MessageTooLarge
-    │   └── BodyTimeout, UnsupportedEncoding
+    │   └── BodyTimeout, UnsupportedEncoding, QuotaUsedUp
     ├── CapacityError        nothing is wrong; there is no room now (429, Retry-After)
     │   ├── TooManyHeld, QueueFull, BodiesFull
+    │   ├── RateLimited ── TokensLimited
     │   └── NoRoom ── HostPoolFull, NoWorker
     ├── TransientError       something failed; trying again can help (503)
     │   ├── DeadlineExceeded, ControlPlaneUnavailable
@@ -54,6 +55,7 @@ from pilotlight.common.errors.caller import (
     ModelNotFound,
     NodeNotFound,
     NotFound,
+    QuotaUsedUp,
     RouteNotFound,
     TextFailed,
     TooLarge,
@@ -70,6 +72,8 @@ from pilotlight.common.errors.capacity import (
     NoRoom,
     NoWorker,
     QueueFull,
+    RateLimited,
+    TokensLimited,
     TooManyHeld,
 )
 from pilotlight.common.errors.codes import all_errors, error_of
@@ -158,6 +162,8 @@ __all__ = [
     "PilotlightError",
     "PortTaken",
     "QueueFull",
+    "QuotaUsedUp",
+    "RateLimited",
     "RouteNotFound",
     "SettingsInvalid",
     "SharedMemoryTooSmall",
@@ -169,6 +175,7 @@ __all__ = [
     "StoreFull",
     "TextFailed",
     "TextUnavailable",
+    "TokensLimited",
     "TooLarge",
     "TooManyHeld",
     "TraceNotFound",

@@ -185,6 +185,15 @@ class BodyTimeout(CallerError):
     action = "Send the whole body without long pauses; the message names the limit."
 
 
+class QuotaUsedUp(CallerError):
+    """The month's budget of the key or of its project is used up."""
+
+    code = "insufficient_quota"
+    status = 429
+    action = "Wait for the next month, or raise the budget: `pilotlight key limit`, `pilotlight project limit`."
+    openai_type = "insufficient_quota"
+
+
 class UnsupportedEncoding(CallerError):
     """The body is encoded in a way that is not taken."""
 

@@ -22,6 +22,20 @@ class BodiesFull(CapacityError):
     action = "Try again after the time in Retry-After; raise PILOTLIGHT_BODIES_BYTES if it lasts."
 
 
+class RateLimited(CapacityError):
+    """A limit of the key or of its project is reached."""
+
+    code = "rate_limit_exceeded"
+    action = "Try again after the time in Retry-After; `pilotlight key limit` and `project limit` say and set limits."
+    openai_type = "requests"
+
+
+class TokensLimited(RateLimited):
+    """The tokens per minute of the key or of its project are used up."""
+
+    openai_type = "tokens"
+
+
 class NoRoom(CapacityError):
     """No room can be made for the model: everything that is loaded is in use or pinned."""
 

@@ -16,6 +16,7 @@ from pilotlight.common.messages.pipelines import (
 )
 from pilotlight.common.messages.pool import TensorPlace
 from pilotlight.common.messages.prompts import PromptLogprobs
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, Model, Stage
 from pilotlight.policy.phase import Phase
@@ -131,6 +132,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     kv: tuple[KvBytes, ...] = ()
     """Of a request that moved here: what other engines had of it, in all layers. What is missing at
     its end is computed."""
+    share: FairShare = NO_TENANT
+    """As in ``Submit``."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):

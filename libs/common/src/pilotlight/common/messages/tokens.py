@@ -11,6 +11,7 @@ from msgspec import field
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.prompts import PromptLogprobs
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId, WorkerId
 from pilotlight.policy.request import FinishReason, Sampling
 
@@ -57,6 +58,8 @@ class Submit(Message, frozen=True, kw_only=True):
     deadline_in_s: float | None = None
     """Seconds from now within which it must end; past them it ends with ``deadline_exceeded``.
     None: it may take its time."""
+    share: FairShare = NO_TENANT
+    """Its tenant's, of the engine's turns."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):

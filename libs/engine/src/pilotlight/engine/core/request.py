@@ -8,6 +8,7 @@ from pilotlight.engine.core.blocks import BlockHash
 from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
 from pilotlight.engine.core.prompt_scores import PromptScores
+from pilotlight.policy.fairness import NO_TENANT
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 
@@ -55,6 +56,7 @@ class Request:
         "queued_s",
         "sampling",
         "scores",
+        "share",
         "state",
         "taken_s",
         "takes",
@@ -93,6 +95,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were asked for."""
         self.computed = 0
+        self.share = NO_TENANT
         self.queued_s = -math.inf
         """When it came, on the engine's clock; long ago, where that is not said."""
         self.taken_s = 0.0

@@ -1,7 +1,7 @@
 """Continuous batching on one instance: which requests wait, which run, what the next forward pass
 holds.
 
-The requests stand in one row, in the order in which they came, and those that run are its head::
+The requests stand in one row, as they were taken up or else came; those that run are its head::
 
     [ running: own blocks, take part in steps )[ preempted )[ waiting )
       oldest ......................... youngest
@@ -23,8 +23,8 @@ What follows from the row:
 * No request starves. The oldest request gets a token in every step, and whatever block it lacks is
   taken from younger ones; admission sees to it that it fits alone. So it ends after as many steps
   as it has tokens at most, and then the next one is the oldest.
-* Nothing is overtaken on its way in: preempted requests go before those that never ran, and a
-  request that has no room holds up those behind it.
+* Nothing of one tenant is overtaken on its way in: preempted requests go before those that never
+  ran, tenants take turns by weight, and one that has no room holds up those behind it.
 * A request's tokens do not depend on any of this: a token is a function of the tokens before it,
   the seed and its position.
 
@@ -32,7 +32,6 @@ No clock and no randomness: the same calls give the same plans.
 """
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from pilotlight.engine.core.admission import check_kv_room
@@ -49,6 +48,7 @@ from pilotlight.engine.core.shares import (
     share_tokens,
 )
 from pilotlight.engine.core.tables import BlockTables
+from pilotlight.engine.core.waiting import WaitingRow
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.request import RequestKey
 
@@ -70,8 +70,8 @@ class BatchScheduler:
         self._limits = limits
         self._running: dict[RequestKey, Request] = {}
         """Oldest first."""
-        self._queue: OrderedDict[RequestKey, Request] = OrderedDict()
-        """All others, oldest first; all of them are younger than those that run."""
+        self._queue = WaitingRow()
+        """All others, and whose turn is next."""
 
     @property
     def waiting(self) -> int:
@@ -111,11 +111,11 @@ class BatchScheduler:
     @property
     def requests(self) -> tuple[Request, ...]:
         """All that have not ended, oldest first."""
-        return (*self._running.values(), *self._queue.values())
+        return (*self._running.values(), *self._queue)
 
     def find(self, key: RequestKey) -> Request | None:
         """The request, if it has not ended."""
-        return self._running.get(key) or self._queue.get(key)
+        return self._running.get(key) or self._queue.find(key)
 
     def overdue(self, now_s: float) -> tuple[Request, ...]:
         """Requests whose deadline has passed; the caller ends them."""
@@ -123,7 +123,7 @@ class BatchScheduler:
 
     def submit(self, request: Request) -> None:
         """Queues a request that passed admission."""
-        self._queue[request.key] = request
+        self._queue.add(request)
 
     def schedule(self, now_s: float, at_most: int | None = None) -> Plan:
         """The next forward pass; it holds the oldest request in any case, unless that waits for a
@@ -147,7 +147,7 @@ class BatchScheduler:
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
         left = left_for_newcomers(self._running, counts, step_tokens)
-        idle = preempted or gathers(self._limits, self.running, self._queue.values(), now_s)
+        idle = preempted or gathers(self._limits, self.running, self._queue, now_s)
         taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places, cap)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
@@ -185,8 +185,7 @@ class BatchScheduler:
         self._tables.close(request)
         request.computed = 0
         del self._running[request.key]
-        self._queue[request.key] = request
-        self._queue.move_to_end(request.key, last=False)
+        self._queue.put_back(request)
 
     def _take_up(self, now_s: float, left: int, places: int, cap: int) -> _TakeUp:
         """Takes requests up in order, as long as the first one fits; none behind one that gets only
@@ -204,7 +203,7 @@ class BatchScheduler:
             and len(counts) < places
             and len(self._running) < self._limits.running
         ):
-            request = next(iter(self._queue.values()))
+            request = self._queue.first()
             if self._tables.worth_waiting(request, self._running.values()):
                 break
             in_place = self._tables.open(request, spare_blocks=len(self._running))
@@ -215,7 +214,7 @@ class BatchScheduler:
                 request.cached_tokens = min(in_place, request.prompt_tokens)
                 looked_up += len(request.token_ids)
                 hits += in_place
-            del self._queue[request.key]
+            self._queue.serve(request)
             self._run(request, in_place)
             count = counts[request.key] = min(request.wanted, left, cap)
             left = left_behind(request, count, left)
@@ -316,7 +315,7 @@ class BatchScheduler:
         # elsewhere.
         segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
-        waiting = self._queue.values()
+        waiting = self._queue
         claimed = waiting and (len(going) < len(self._running) or not self._full)
         if not going or (claimed and not gathers(self._limits, self.running, waiting, now_s)):  # 1
             return None
@@ -345,7 +344,7 @@ class BatchScheduler:
         """The next one in the queue has no place or no room."""
         running = len(self._running)
         return running >= self._limits.running or not self._tables.could_open(
-            next(iter(self._queue.values())), running
+            self._queue.first(), running
         )
 
     def advance(self, plan: Plan) -> None:
@@ -385,7 +384,7 @@ class BatchScheduler:
         request.release()
         self._tables.close(request)
         if self._running.pop(request.key, None) is None:
-            del self._queue[request.key]
+            self._queue.remove(request)
         pool = self._tables.pool
         if not self._running and pool.free_blocks != pool.num_blocks:
             raise EngineFailed(

@@ -20,7 +20,12 @@ from pilotlight.gateway.admin.live import RowsEvent
 from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, WarmAccepted
 from pilotlight.gateway.records.recent import MinuteRow
 from pilotlight.gateway.records.usage_report import DayUsage
-from pilotlight.gateway.tenants.schemas import ShownKey, ShownOrganization, ShownProject
+from pilotlight.gateway.tenants.schemas import (
+    ShownKey,
+    ShownLimits,
+    ShownOrganization,
+    ShownProject,
+)
 from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Model
@@ -150,11 +155,16 @@ Evicted = _of("Evicted", "These instances are being released.", EvictAccepted)
 
 Organization = _of("Organization", "An organization.", ShownOrganization)
 Organizations = _of("Organizations", "Every organization.", organizations=list[Organization])
-ProjectReply = _of("Project", "A project, and what its keys may reach.", ShownProject)
+LimitsReply = _of("Limits", "Limits; null: not limited.", ShownLimits)
+ProjectReply = _of(
+    "Project", "A project, and what its keys may reach.", ShownProject, limits=LimitsReply
+)
 Projects = _of("Projects", "Every project.", projects=list[ProjectReply])
-KeyReply = _of("Key", "A key, but for the key itself.", ShownKey)
+KeyReply = _of("Key", "A key, but for the key itself.", ShownKey, limits=LimitsReply)
 Keys = _of("Keys", "Keys, the newest first.", keys=list[KeyReply])
-NewKeyReply = _of("NewKey", "A key that was made, and the key itself.", ShownKey, key=str)
+NewKeyReply = _of(
+    "NewKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
+)
 UsageRows = _of("Usage", "Requests and tokens by day, key and model.", usage=list[DayUsage])
 
 REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
@@ -188,9 +198,11 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("get", "/projects"): Projects,
     ("post", "/projects"): ProjectReply,
     ("patch", "/projects/{name}"): ProjectReply,
+    ("put", "/projects/{name}/limits"): ProjectReply,
     ("get", "/keys"): Keys,
     ("post", "/keys"): NewKeyReply,
     ("post", "/keys/{key_id}/rotate"): NewKeyReply,
+    ("put", "/keys/{key_id}/limits"): KeyReply,
     ("delete", "/keys/{key_id}"): None,
     ("get", "/usage"): UsageRows,
 }

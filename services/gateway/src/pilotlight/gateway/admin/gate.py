@@ -37,7 +37,9 @@ ACTIONS = (
     ("POST", re.compile(r"/organizations"), "organization_create"),
     ("POST", re.compile(r"/projects"), "project_create"),
     ("PATCH", re.compile(r"/projects/(.+)"), "project_change"),
+    ("PUT", re.compile(r"/projects/(.+)/limits"), "project_limit"),
     ("POST", re.compile(r"/keys"), "key_create"),
+    ("PUT", re.compile(r"/keys/([^/]+)/limits"), "key_limit"),
     ("POST", re.compile(r"/keys/([^/]+)/rotate"), "key_rotate"),
     ("DELETE", re.compile(r"/keys/([^/]+)"), "key_revoke"),
 )

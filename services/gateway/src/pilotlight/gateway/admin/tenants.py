@@ -20,10 +20,12 @@ from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL, ApiKey, KeyReposito
 from pilotlight.gateway.tenants.projects import ProjectRepository
 from pilotlight.gateway.tenants.schemas import (
     PROJECT,
+    KeyLimits,
     NewKey,
     NewOrganization,
     NewProject,
     ProjectChanges,
+    ProjectLimits,
     Rotation,
 )
 from pilotlight.policy.access import Access, AdminRole, KeyScope
@@ -81,6 +83,11 @@ def _add_projects(app: FastAPI, projects: ProjectRepository) -> None:
         """Say anew which models and routes a project's keys may reach at most."""
         return await projects.change_project(name, _scope(body.models, body.routes), actor)
 
+    @app.put("/projects/{name:path}/limits")
+    async def limit(name: Project, body: ProjectLimits, actor: By) -> dict[str, Any]:
+        """Say anew how much a project's keys may use together, and its weight."""
+        return await projects.limit_project(name, body.limits, body.weight, actor)
+
 
 def _add_keys(app: FastAPI, authenticator: Authenticator, keys: KeyRepository) -> None:
     @app.get("/keys")
@@ -111,6 +118,11 @@ def _add_keys(app: FastAPI, authenticator: Authenticator, keys: KeyRepository) -
         """Make a key in the place of another, which ends now or after a while."""
         key, minted, at = await keys.rotate(key_id, authenticator.mint, body.overlap_s, actor)
         return _made(key, minted, at)
+
+    @app.put("/keys/{key_id}/limits")
+    async def limit(key_id: KeyId, body: KeyLimits, actor: By) -> dict[str, Any]:
+        """Say anew how much an inference key may use."""
+        return await keys.limit(key_id, body.limits, actor)
 
     @app.delete("/keys/{key_id}", status_code=204)
     async def revoke(key_id: KeyId, actor: By) -> None:
@@ -159,6 +171,7 @@ def _made(key: ApiKey, minted: Minted, at: Any) -> dict[str, Any]:
         "project": key.project,
         "admin_role": key.admin_role.value,
         "scope": msgspec.to_builtins(key.access.key),
+        "limits": msgspec.to_builtins(key.tenant.key_limits),
         "created_at": at,
         "expires_at": key.expires_at,
         "last_used_at": None,

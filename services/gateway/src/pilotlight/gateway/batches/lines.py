@@ -14,7 +14,8 @@ from pilotlight.common.waiting import Backoff, pause
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.repository import Line
 from pilotlight.gateway.edge.errors import error_body
-from pilotlight.gateway.openai.api import CHAT_PATH, Asker, OpenAiApi
+from pilotlight.gateway.openai.api import CHAT_PATH, OpenAiApi
+from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.exchange import Shapes
@@ -128,7 +129,7 @@ class LineRunner:
     async def _answer(self, key_id: str, request_id: Any, line: BatchLine) -> bytes:
         api, raw = self.api, bytes(line.body)
         key = (await self.keys.of_key(key_id, "inference")).for_route(line.url)
-        asker = Asker(request_id=request_id, key=key, arrived_s=api.now_s())
+        asker = Asker(request_id=request_id, key=key, arrived_s=api.now_s(), paced=False)
         scope: dict[str, Any] = {"type": "http", "state": {}}
         if line.url == CHAT_PATH:
             chat = await self.encoder.read(raw, ChatRequest, key_id)

@@ -16,6 +16,11 @@ EXPOSED = (
     "x-pilotlight-cold-start",
     "x-pilotlight-expected-s",
     "x-pilotlight-ignored-fields",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
 )
 """Headers of answers that scripts of other origins may read."""
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,%d}" % (MAX_ID_CHARS - 1))

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.edge.http import read_body
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.answer import Answer
+from pilotlight.gateway.openai.asker import Asker, Keys
 from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
@@ -41,9 +42,7 @@ from pilotlight.gateway.openai.told import cold_start_of, model_card, tell_ignor
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
 from pilotlight.gateway.schema.replies import ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
-from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.token_request import TokenRequest
-from pilotlight.gateway.tenants.keys import Role
 from pilotlight.policy.ids import RequestId
 
 CHAT_PATH = "/v1/chat/completions"
@@ -53,28 +52,6 @@ API_VERSION = "1"
 BUSY_RETRY_AFTER_S = 1.0
 
 B = TypeVar("B", bound=msgspec.Struct)
-
-
-class Keys(Protocol):
-    """Who may ask (``Authenticator``)."""
-
-    async def require(self, headers: Mapping[str, str], role: Role) -> KeyInfo:
-        """Whose request it is.
-
-        Raises:
-            Unauthorized, Forbidden: it may not be answered.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
-    """Whose request it is, which it is, and what its headers ask for."""
-
-    request_id: RequestId
-    key: KeyInfo
-    arrived_s: float
-    cold_start: ColdStart = ColdStart.ALLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +323,7 @@ class OpenAiApi:
                 retry_after_s=BUSY_RETRY_AFTER_S,
             )
         tell_readiness(scope, self._exchanges.starts.readiness(asked.entry.model))
-        return Exchange(self._exchanges, choices, asked.options, asked.asker.key.key_id)
+        return Exchange(self._exchanges, choices, asked.options, asked.asker, scope)
 
     def _choices(
         self, asked: _Asked, prompt_ids: list[int], telling: PromptTelling, first_index: int
@@ -369,6 +346,7 @@ class OpenAiApi:
             arrived_s=asked.asker.arrived_s,
             cold_start=asked.asker.cold_start,
             trace_parent=current_traceparent(keep=True),
+            share=asked.asker.key.tenant.share,
             shorten=limit_of(asked.body) is None,
             deadline_s=asked.asker.arrived_s
             + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),

@@ -10,14 +10,16 @@ from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
+from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
+from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.schema.replies import PlacedToken, PromptDetails, Usage
 from pilotlight.gateway.serving.measures import Measures
@@ -26,6 +28,10 @@ from pilotlight.gateway.serving.requests import Requests
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+
+GUESSED_OUTPUT_TOKENS = 1024
+"""Of an answer whose length the client does not limit: until it has ended, it counts as this long.
+"""
 
 
 class UsageSink(Protocol):
@@ -96,6 +102,7 @@ class ExchangeParts:
     requests: Requests
     starts: Starts
     usage: UsageSink
+    limiter: Limiter
     measures: Measures
     clock: Clock
 
@@ -191,12 +198,27 @@ class Exchange:
     """
 
     def __init__(
-        self, parts: ExchangeParts, choices: Sequence[Choice], options: Options, key_id: str
+        self,
+        parts: ExchangeParts,
+        choices: Sequence[Choice],
+        options: Options,
+        asker: Asker,
+        scope: Scope,
     ) -> None:
+        """Run nothing yet.
+
+        Args:
+            parts: what it works with.
+            choices: the answers that are wanted.
+            options: what the answer has.
+            asker: whose request it is.
+            scope: of the request, whose answer has not begun.
+        """
         self._parts = parts
         self._choices = choices
         self._options = options
-        self._key_id = key_id
+        self._asker = asker
+        self._scope = scope
 
     def response(self, shapes: Shapes) -> ASGIApp:
         """The answer as it comes, or in one piece."""
@@ -262,8 +284,12 @@ class Exchange:
         """Everything that happens to the choices, to their ends; usage is noted.
 
         Raises:
-            PilotlightError: one of them failed.
+            PilotlightError: one of them failed, or the key's limits do not let them begin.
         """
+        key = self._asker.key
+        admission = await self._parts.limiter.admit(
+            key.key_id, key.tenant, self._estimate(), self._scope, paced=self._asker.paced
+        )
         status = "cancelled"
         try:
             await merged([choice.run for choice in self._choices], take)
@@ -275,7 +301,19 @@ class Exchange:
             status = "internal"
             raise
         finally:
-            self._record(status)
+            usage = self._record(status)
+            failed = status not in ("ok", "cancelled") and not usage.completion_tokens
+            admission.end(0 if failed else usage.total_tokens)
+
+    def _estimate(self) -> int:
+        """Tokens that it may take: its prompts, each once, and as much output as was asked for."""
+        output = sum(
+            min(request.sampling.max_tokens, GUESSED_OUTPUT_TOKENS)
+            if request.shorten
+            else request.sampling.max_tokens
+            for request in (choice.request for choice in self._choices)
+        )
+        return self.usage().prompt_tokens + output
 
     def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
@@ -297,14 +335,14 @@ class Exchange:
             prompt_tokens_details=PromptDetails(cached_tokens=sum(cached.values())),
         )
 
-    def _record(self, status: str) -> None:
+    def _record(self, status: str) -> Usage:
         request, usage = self._choices[0].request, self.usage()
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
         first_token_s = self.first_token_s
         held = any(choice.was_held for choice in self._choices)
         self._parts.usage.record(
             model=request.model.name,
-            key_id=self._key_id,
+            key_id=self._asker.key.key_id,
             request_id=request.request_id,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
@@ -331,6 +369,7 @@ class Exchange:
             first_token_s=first_token_s,
             elapsed_s=elapsed_s,
         )
+        return usage
 
 
 def _events_of(choice: Choice, piece: Piece, delta: Delta, shapes: Shapes) -> bytes:

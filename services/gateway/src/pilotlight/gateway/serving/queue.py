@@ -1,8 +1,9 @@
-"""Requests that wait for an instance: bounded, earliest deadline first.
+"""Requests that wait for an instance: bounded, fair between tenants, earliest deadline first among
+a tenant's own (``lines``).
 
 A place is taken on arrival, or when a worker refused or lost a request, and is left with an
 instance assigned, with an error, or when the client is gone. Assignment happens in one spot,
-``pump``, in the order of deadlines, whenever something may have become free.
+``pump``, in the line's order, whenever something may have become free.
 
 Where a model is ready nowhere, requests are *handed* to an instance that is still loading. They
 wait for it as those do that are held here, and stay in the demand until it is ready: that it starts
@@ -11,17 +12,18 @@ is for them.
 
 import asyncio
 import itertools
-from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
 from pilotlight.common.waiting import Wake
+from pilotlight.gateway.serving.lines import Line
 from pilotlight.gateway.serving.route import Route, Router, Siblings
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.fairness import NO_TENANT, FairShare, Holding, makes_way
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
 
@@ -42,6 +44,8 @@ class Ticket:
     trace_parent: str = ""
     siblings: Siblings = field(default_factory=Siblings)
     cold_start: ColdStart = ColdStart.ALLOW
+    share: FairShare = NO_TENANT
+    """Of its project."""
 
 
 class Place:
@@ -65,6 +69,21 @@ class Place:
     def counts(self) -> bool:
         """It is part of the demand: instances may start for it."""
         return self.ticket.cold_start is not ColdStart.WARM_ONLY
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.ticket.share.tenant
+
+    @property
+    def weight(self) -> float:
+        """Its tenant's."""
+        return self.ticket.share.weight
+
+    @property
+    def cost(self) -> float:
+        """What serving it takes, in tokens."""
+        return self.ticket.needed_tokens
 
     async def decided(self, at_most_s: float) -> bool:
         """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
@@ -102,14 +121,6 @@ class Place:
         self._changed.set()
 
 
-@dataclass(slots=True)
-class _Line:
-    places: list[Place] = field(default_factory=list[Place])
-    handed: set[Place] = field(default_factory=set[Place])
-    """Assigned to instances that are loading, from then until those are ready, or the attempt has
-    ended."""
-
-
 class PendingQueue:
     """Every held request of this gateway."""
 
@@ -117,7 +128,7 @@ class PendingQueue:
         self._router = router
         self._clock = clock
         self._bounds = bounds
-        self._lines: dict[ModelName, _Line] = {}
+        self._lines: dict[ModelName, Line[Place]] = {}
         self._numbers = itertools.count()
         self._closed: PilotlightError | None = None
         self._held = 0
@@ -144,16 +155,16 @@ class PendingQueue:
         if self._too_cold(ticket):
             raise _cold(ticket.model)
         place = Place(self, ticket, next(self._numbers))
-        line = self._lines.setdefault(ticket.model, _Line())
-        if not line.places:
+        line = self._lines.setdefault(ticket.model, Line[Place]())
+        if not line:
             route = self._pick(ticket)
             if route is not None:
                 self._assign(place, route)
                 return place
         if not returning:
-            self._admit(line)
+            self._admit(line, place)
         place.waited = True
-        insort(line.places, place, key=_order)
+        line.add(place)
         self._held += 1
         self.on_change()
         self.pump(ticket.model)
@@ -177,8 +188,8 @@ class PendingQueue:
             self.pump(place.ticket.model)
 
     def pump(self, model: ModelName) -> None:
-        """Assign instances to waiting requests, in the order of their deadlines, as long as there
-        is one that may take more.
+        """Assign instances to waiting requests, in the line's order, as long as there is one that
+        may take more.
         """
         line = self._lines.get(model)
         if line is None:
@@ -194,12 +205,12 @@ class PendingQueue:
             self.on_change()
         before = self._held
         self._let_go_cold(model, line)
-        while line.places:
-            place = line.places[0]
+        while line:
+            place = line.first()
             route = self._pick(place.ticket)
             if route is None:
                 break
-            line.places.pop(0)
+            line.serve(place)
             self._held -= 1
             self._assign(place, route)
         if self._held != before:
@@ -215,8 +226,7 @@ class PendingQueue:
         for place in line.handed:
             if place.ticket.digest == digest:
                 place.error = error
-        refused = [place for place in line.places if place.ticket.digest == digest]
-        line.places = [place for place in line.places if place.ticket.digest != digest]
+        refused = line.drop(lambda place: place.ticket.digest == digest)
         for place in refused:
             place.settle(None, error)
         if refused:
@@ -228,13 +238,13 @@ class PendingQueue:
         asyncio.get_running_loop().call_later(after_s, self.pump, model)
 
     def ahead(self, place: Place) -> int:
-        """Requests for the same model with an earlier deadline; none for one that has just got its
-        instance.
+        """Requests for the same model whose turn is before its own; none for one that has just got
+        its instance.
         """
         line = self._lines.get(place.ticket.model)
         if place.assigned is not None:
             return 0
-        return bisect_left(line.places, place.order, key=_order) if line is not None else 0
+        return line.ahead(place) if line is not None else 0
 
     def demand(self) -> tuple[Demand, ...]:
         """Everything that waits, here or for an instance that loads, with ages as of now.
@@ -244,10 +254,10 @@ class PendingQueue:
         now_s = self._clock.monotonic_s()
         demands: list[Demand] = []
         for model, line in list(self._lines.items()):
-            if not line.places and not line.handed:
+            if not line and not line.handed:
                 del self._lines[model]
                 continue
-            waiting = [place for place in (*line.places, *line.handed) if place.counts]
+            waiting = [place for place in (*line, *line.handed) if place.counts]
             if not waiting:
                 continue
             for place in waiting:
@@ -268,27 +278,47 @@ class PendingQueue:
         """Let every request go with an error, and take no more."""
         self._closed = error
         for line in self._lines.values():
-            for place in line.places:
+            for place in line.drop(lambda _: True):
                 place.settle(None, error)
-            line.places.clear()
             for place in line.handed:
                 place.error = error
             line.handed.clear()
         self._held = 0
         self.on_change()
 
-    def _admit(self, line: _Line) -> None:
-        oldest_s = min(
-            (place.ticket.since_s for place in line.places), default=self._clock.monotonic_s()
-        )
+    def _admit(self, line: Line[Place], place: Place) -> None:
+        """Have a place, if need be another tenant's that has more than its share.
+
+        Raises:
+            TooManyHeld: there is none.
+        """
+        if self._held < self._bounds.total_requests and len(line) < self._bounds.model_requests:
+            return
+        now_s = self._clock.monotonic_s()
+        oldest_s = min((each.ticket.since_s for each in line), default=now_s)
         facts = QueueFacts(
             total_requests=self._held,
-            model_requests=len(line.places),
-            oldest_age_s=self._clock.monotonic_s() - oldest_s,
+            model_requests=len(line),
+            oldest_age_s=now_s - oldest_s,
         )
         answer = admit_held(facts, self._bounds, None)
-        if not answer.admitted:
-            raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+        full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+        lines = [line] if len(line) >= self._bounds.model_requests else [*self._lines.values()]
+        held: dict[str, Holding] = {}
+        for one in itertools.chain.from_iterable(each.holdings() for each in lines):
+            before = held.get(one.tenant)
+            held[one.tenant] = (
+                one if before is None else replace(one, places=one.places + before.places)
+            )
+        mine = held.get(place.tenant, Holding(place.tenant, 0))
+        way = makes_way(held.values(), replace(mine, weight=place.weight))
+        if way is None:
+            raise full
+        longest = max(lines, key=lambda each: each.places_of(way))
+        last = longest.last_of(way)
+        longest.remove(last)
+        self._held -= 1
+        last.settle(None, full)
 
     def _pick(self, ticket: Ticket) -> Route | None:
         route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
@@ -299,12 +329,11 @@ class PendingQueue:
     def _too_cold(self, ticket: Ticket) -> bool:
         return ticket.cold_start is not ColdStart.ALLOW and not self._router.is_warm(ticket.model)
 
-    def _let_go_cold(self, model: ModelName, line: _Line) -> None:
+    def _let_go_cold(self, model: ModelName, line: Line[Place]) -> None:
         """Refuse what may not wait for a start, once no instance is ready any more."""
         if self._router.is_warm(model):
             return
-        cold = [place for place in line.places if place.ticket.cold_start is not ColdStart.ALLOW]
-        line.places = [place for place in line.places if place.ticket.cold_start is ColdStart.ALLOW]
+        cold = line.drop(lambda place: place.ticket.cold_start is not ColdStart.ALLOW)
         self._held -= len(cold)
         for place in cold:
             place.settle(None, _cold(model))
@@ -321,26 +350,18 @@ class PendingQueue:
             self._router.handed(instance_id, place.ticket.held_tokens)
             self.on_change()
 
-    def _no_longer_handed(self, line: _Line, place: Place) -> None:
+    def _no_longer_handed(self, line: Line[Place], place: Place) -> None:
         line.handed.remove(place)
         if place.assigned is not None:
             self._router.handed(place.assigned.instance.instance_id, -place.ticket.held_tokens)
 
     def _remove(self, place: Place) -> bool:
         line = self._lines.get(place.ticket.model)
-        if line is None:
+        if line is None or not line.remove(place):
             return False
-        index = bisect_left(line.places, place.order, key=_order)
-        if index >= len(line.places) or line.places[index] is not place:
-            return False
-        del line.places[index]
         self._held -= 1
         return True
 
 
 def _cold(model: ModelName) -> ModelCold:
     return ModelCold(f"no instance of {model} is ready, and the request allows no cold start")
-
-
-def _order(place: Place) -> tuple[float, int]:
-    return place.order

@@ -165,6 +165,7 @@ class _Life:
             trace_parent=request.trace_parent,
             siblings=request.siblings,
             cold_start=request.cold_start,
+            share=request.share,
         )
         with self._parts.queue.enter(ticket, returning=self._attempts > 0) as place:
             if place.waited and place.assigned is None:
@@ -312,6 +313,7 @@ class _Life:
             output_ids=list(self._output_ids),
             sampling=self._sampling,
             deadline_in_s=left_s if math.isfinite(left_s) else None,
+            share=request.share,
         )
 
     def _end(self, attempt: Attempt) -> None:

@@ -8,6 +8,7 @@ from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.serving.route import Siblings
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.token_log import PromptRead, Token
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.model import Model
 from pilotlight.policy.request import FinishReason, Sampling
@@ -30,6 +31,8 @@ class TokenRequest:
     cold_start: ColdStart = ColdStart.ALLOW
     deadline_s: float = math.inf
     """When it must have ended, on this gateway's clock."""
+    share: FairShare = NO_TENANT
+    """Of its project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import Conflict, NotFound
 from pilotlight.gateway.records.audit import SYSTEM, Actor, record
 from pilotlight.policy.access import UNLIMITED, Access, AdminRole, KeyScope
+from pilotlight.policy.tenants import NOBODY, Tenant, TenantLimits
 
 Role = Literal["admin", "inference"]
 
@@ -32,6 +33,7 @@ SHOWN = (
     "project",
     "admin_role",
     "scope",
+    "limits",
     "created_at",
     "expires_at",
     "last_used_at",
@@ -53,6 +55,8 @@ class ApiKey:
     access: Access = UNLIMITED
     admin_role: AdminRole = AdminRole.OWNER
     expires_at: datetime | None = None
+    tenant: Tenant = NOBODY
+    """Whose it is, with the limits of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,12 @@ class KeyRepository:
     async def _one(self, which: ColumnElement[bool]) -> ApiKey | None:
         keys, projects = tables.api_keys, tables.projects
         found = (
-            select(keys, projects.c.scope.label("project_scope"))
+            select(
+                keys,
+                projects.c.scope.label("project_scope"),
+                projects.c.limits.label("project_limits"),
+                projects.c.weight,
+            )
             .join(projects, projects.c.name == keys.c.project)
             .where(which, keys.c.revoked_at.is_(None))
         )
@@ -104,6 +113,12 @@ class KeyRepository:
             ),
             admin_role=AdminRole(row.admin_role),
             expires_at=row.expires_at,
+            tenant=Tenant(
+                project=row.project,
+                weight=row.weight,
+                project_limits=from_row_json(row.project_limits, TenantLimits),
+                key_limits=from_row_json(row.limits, TenantLimits),
+            ),
         )
 
     async def ensure_bootstrap(self, key: ApiKey) -> None:
@@ -228,6 +243,7 @@ class KeyRepository:
                 access=Access(key=from_row_json(row["scope"], KeyScope)),
                 admin_role=AdminRole(row["admin_role"]),
                 expires_at=row["expires_at"],
+                tenant=Tenant(key_limits=from_row_json(row["limits"], TenantLimits)),
             )
             await self._insert(work, key, now)
             if overlap_s > 0:
@@ -237,6 +253,34 @@ class KeyRepository:
             changes = {"new_key_id": minted.key_id, "overlap_s": overlap_s}
             await record(work, self._clock, actor, "key_rotate", key_id, changes)
         return key, minted, now
+
+    async def limit(self, key_id: str, limits: TenantLimits, actor: Actor) -> dict[str, Any]:
+        """Say anew how much a key may use, whole; the key as people see it.
+
+        Raises:
+            NotFound: there is no valid inference key of this id.
+        """
+        keys = tables.api_keys
+        changed = (
+            update(keys)
+            .where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None), keys.c.role == "inference")
+            .values(limits=to_row_json(limits))
+            .returning(*(keys.c[name] for name in SHOWN))
+        )
+        async with self._database.unit_of_work() as work:
+            row = (await work.connection.execute(changed)).mappings().one_or_none()
+            if row is None:
+                raise NotFound(f"there is no valid inference key {key_id!r}", param="key_id")
+            work.emit(KEY_CHANGED, key_id)
+            await record(work, self._clock, actor, "key_limit", key_id, to_row_json(limits))
+        return key_body({name: row[name] for name in SHOWN})
+
+    async def revoked_since(self, moment: datetime) -> frozenset[str]:
+        """Ids of keys that were revoked after a moment."""
+        keys = tables.api_keys
+        async with self._database.reading() as connection:
+            ended = select(keys.c.key_id).where(keys.c.revoked_at >= moment)
+            return frozenset((await connection.execute(ended)).scalars().all())
 
     async def used(self, key_ids: Collection[str]) -> None:
         """Note that these keys were used a moment ago."""
@@ -264,6 +308,7 @@ class KeyRepository:
                 scope=to_row_json(key.access.key),
                 admin_role=key.admin_role.value,
                 expires_at=key.expires_at,
+                limits=to_row_json(key.tenant.key_limits),
                 created_at=now,
             )
         )
@@ -302,9 +347,15 @@ def key_body(row: Mapping[str, Any]) -> dict[str, Any]:
     body = {
         name: value.isoformat() if isinstance(value, datetime) else value
         for name, value in row.items()
-        if name != "scope"
+        if name not in ("scope", "limits")
     }
-    return {**body, "models": list(scope.models), "routes": list(scope.routes)}
+    limits = from_row_json(row["limits"], TenantLimits)
+    return {
+        **body,
+        "models": list(scope.models),
+        "routes": list(scope.routes),
+        "limits": to_row_json(limits),
+    }
 
 
 def _audited(key: ApiKey) -> dict[str, Any]:

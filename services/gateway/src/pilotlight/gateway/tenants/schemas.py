@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
 
 from pilotlight.common.db.tables import DEFAULT_PROJECT
+from pilotlight.policy.fairness import MAX_WEIGHT, MIN_WEIGHT
+from pilotlight.policy.tenants import TenantLimits
 
 PART = r"[a-z0-9][a-z0-9._-]{0,62}"
 ORGANIZATION = rf"^{PART}$"
@@ -30,6 +32,9 @@ Routes = Annotated[
         description="Paths, each with all below it, such as `/v1/chat`. Empty: all.",
     ),
 ]
+
+
+Limit = Annotated[int | None, Field(ge=1, le=10**15)]
 
 
 class Body(BaseModel):
@@ -77,6 +82,39 @@ class NewKey(Body):
     )
 
 
+class KeyLimits(Body):
+    """``PUT /admin/v1/keys/{key_id}/limits``: how much a key may use from now on, whole."""
+
+    requests_per_minute: Limit = Field(None, description="Absent or null: not limited.")
+    tokens_per_minute: Limit = Field(None, description="Of prompts and outputs. Likewise.")
+    concurrent_requests: Limit = Field(None, description="Likewise.")
+    tokens_per_month: Limit = Field(
+        None, description="Of prompts and outputs, in a calendar month in UTC. Likewise."
+    )
+
+    @property
+    def limits(self) -> TenantLimits:
+        """What is said."""
+        return TenantLimits(
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            concurrent_requests=self.concurrent_requests,
+            tokens_per_month=self.tokens_per_month,
+        )
+
+
+class ProjectLimits(KeyLimits):
+    """``PUT /admin/v1/projects/{name}/limits``: of all its keys together."""
+
+    weight: float = Field(
+        1.0,
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+        allow_inf_nan=False,
+        description="Of what several projects wait for, it gets as much as they by weight.",
+    )
+
+
 class Rotation(Body):
     """``POST /admin/v1/keys/{key_id}/rotate``."""
 
@@ -92,6 +130,15 @@ class ShownOrganization(BaseModel):
     created_at: datetime
 
 
+class ShownLimits(BaseModel):
+    """Limits; null: not limited."""
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_requests: int | None
+    tokens_per_month: int | None
+
+
 class ShownProject(BaseModel):
     """A project, and what its keys may do at most."""
 
@@ -99,6 +146,8 @@ class ShownProject(BaseModel):
     organization: str
     models: list[str]
     routes: list[str]
+    limits: ShownLimits
+    weight: float
     created_at: datetime
 
 
@@ -113,6 +162,7 @@ class ShownKey(BaseModel):
     admin_role: str
     models: list[str]
     routes: list[str]
+    limits: ShownLimits
     created_at: datetime
     expires_at: datetime | None
     last_used_at: datetime | None

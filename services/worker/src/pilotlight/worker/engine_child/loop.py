@@ -46,6 +46,7 @@ from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost
 from pilotlight.engine.results import StepResult
 from pilotlight.engine.watching import listen
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
@@ -88,6 +89,7 @@ class StepEngine(LoadingEngine, PipelineEngine, Protocol):
         *,
         vocabulary: Vocabulary | None,
         pieces: "Sequence[KvPiece]" = (),
+        share: FairShare = NO_TENANT,
     ) -> None: ...
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
     def step(self) -> StepResult: ...
@@ -302,6 +304,7 @@ class ChildLoop:
                 command.sampling,
                 None if command.deadline_in_s is None else sent_s + command.deadline_in_s,
                 vocabulary=command.vocabulary,
+                share=command.share,
                 **self._pipelines.moved(command),
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others

@@ -8,7 +8,8 @@ from msgspec import UNSET
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.edge.errors import named_message
-from pilotlight.gateway.openai.api import Asker, Conversed
+from pilotlight.gateway.openai.api import Conversed
+from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.schema.ollama import (
     AnsweredTurn,
     OllamaAnswer,

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp
 
 from pilotlight.common.clock import Clock
 from pilotlight.gateway.models.catalog import CatalogEntry
-from pilotlight.gateway.openai.api import Asker, OpenAiApi
+from pilotlight.gateway.openai.api import OpenAiApi
+from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.schema.ollama import (
     OllamaChatRequest,
     OllamaDetails,

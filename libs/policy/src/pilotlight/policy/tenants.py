@@ -1,0 +1,45 @@
+"""What a tenant may use, and how much of what several want is its."""
+
+from dataclasses import dataclass
+
+from pilotlight.policy.fairness import FairShare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """Limits of a key, or of all keys of a project together. None limits nothing."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and outputs."""
+    concurrent_requests: int | None = None
+    tokens_per_month: int | None = None
+    """Of prompts and outputs, in a calendar month in UTC: the budget."""
+
+    @property
+    def any(self) -> bool:
+        """Something is limited."""
+        return self != NO_LIMITS
+
+
+NO_LIMITS = TenantLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """On whose behalf a request is made."""
+
+    project: str = ""
+    """Empty for clients that need no key."""
+    weight: float = 1.0
+    """The project's: where several wait, it gets as much as the others by weight."""
+    project_limits: TenantLimits = NO_LIMITS
+    key_limits: TenantLimits = NO_LIMITS
+
+    @property
+    def share(self) -> FairShare:
+        """What it gets where others wait, too."""
+        return FairShare(self.project, self.weight)
+
+
+NOBODY = Tenant()

@@ -1,0 +1,303 @@
+"""Holds requests to the limits of their keys and projects: one call when a request is about to be
+made, and one at its end. Nothing is waited for; what other gateways let in is heard beside it
+(``exchange``).
+"""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Protocol
+
+from starlette.types import Scope
+
+from pilotlight.common.clock import Clock
+from pilotlight.common.errors import QuotaUsedUp, RateLimited, TokensLimited, TooLarge
+from pilotlight.common.messages.limits import LimitTotal
+from pilotlight.gateway.edge.client_headers import note_header
+from pilotlight.gateway.limits.accounts import Account, Line, Sharing, Taken
+from pilotlight.gateway.limits.peers import Peers
+from pilotlight.policy.ids import GatewayId
+from pilotlight.policy.tenants import Tenant, TenantLimits
+
+PLACE_AGAIN_S = 1.0
+"""When one that found too many requests running may come again: nobody knows how long they run."""
+FORGET_S = 300.0
+"""After which an account that nobody uses is forgotten: all of its minute is paid back."""
+MAX_TOLD = 500
+"""Accounts in one message."""
+
+
+class Budgets(Protocol):
+    """What was used this month (``BudgetBook``)."""
+
+    def knows(self, subject: str) -> bool:
+        """It was looked up."""
+        ...
+
+    async def learn(self, subject: str) -> None:
+        """Look it up; for a short time."""
+        ...
+
+    def begin(self, subject: str, tokens: int) -> None:
+        """A request may use so many tokens, from now to its end."""
+        ...
+
+    def end(self, subject: str, estimated: int, used: int) -> None:
+        """It has used this."""
+        ...
+
+    def used(self, subject: str) -> int:
+        """Tokens of this month, with those that running requests may use."""
+        ...
+
+
+class Admission:
+    """One request that was let in."""
+
+    __slots__ = ("_accounts", "_budgets", "_ended", "_limiter", "_taken", "_tokens")
+
+    def __init__(
+        self,
+        limiter: "Limiter",
+        accounts: tuple[Account, ...],
+        taken: tuple[Taken, ...],
+        tokens: int,
+    ) -> None:
+        self._limiter = limiter
+        self._accounts = accounts
+        self._taken = taken
+        """Of tokens, by account; none, where rates do not hold."""
+        self._tokens = tokens
+        self._ended = False
+
+    def end(self, used_tokens: int) -> None:
+        """It has ended, and has used this; a second call does nothing."""
+        if self._accounts and not self._ended:
+            self._ended = True
+            self._limiter.ended(self._accounts, self._taken, self._tokens, used_tokens)
+
+
+class Limiter:
+    """The accounts of this gateway."""
+
+    def __init__(self, clock: Clock, budgets: Budgets, gateway_id: GatewayId) -> None:
+        self._clock = clock
+        self._budgets = budgets
+        self._accounts: dict[str, Account] = {}
+        self._lives = itertools.count(1)
+        self._unlimited = Admission(self, (), (), 0)
+        self._turn = 0
+        self.peers = Peers(gateway_id, clock.monotonic_s())
+        self.sharing = Sharing()
+        self.changed = asyncio.Event()
+        """There is something to tell."""
+
+    async def admit(
+        self, key_id: str, tenant: Tenant, tokens: int, scope: Scope, *, paced: bool = True
+    ) -> Admission:
+        """Let a request in, and say in its answer's headers what is left.
+
+        1. the budgets of the month: what is used up is refused until they are raised
+        2. more tokens than a limit has in a minute: it could never be let in
+        3. places, requests and tokens of the key, then of its project
+
+        Args:
+            key_id: whose request it is.
+            tenant: with the limits of both.
+            tokens: that it takes, as estimated: its prompts and what it may answer.
+            scope: of the request.
+            paced: rates and places hold for it; otherwise only budgets, as for lines of batches,
+                which run when there is time.
+
+        Raises:
+            QuotaUsedUp: 1.
+            TooLarge: 2.
+            RateLimited: 3.
+        """
+        if not tenant.key_limits.any and not tenant.project_limits.any:
+            return self._unlimited
+        now_s = self._clock.monotonic_s()
+        accounts = tuple(
+            self._account(subject, limits, now_s)
+            for subject, limits in (
+                (f"key/{key_id}", tenant.key_limits),
+                (f"project/{tenant.project}", tenant.project_limits),
+            )
+            if limits.any
+        )
+        for account in accounts:  # 1
+            await self._check_budget(account)
+        taken: tuple[Taken, ...] = ()
+        if paced:
+            try:
+                for account in accounts:
+                    self._check(account, tokens, now_s)
+                taken = tuple(self._take(account, tokens, now_s) for account in accounts)
+            finally:
+                _tell_left(scope, accounts, now_s)
+            self.changed.set()
+        for account in accounts:
+            if account.limits.tokens_per_month is not None:
+                self._budgets.begin(account.subject, tokens)
+        return Admission(self, accounts, taken, tokens)
+
+    def ended(
+        self, accounts: tuple[Account, ...], taken: tuple[Taken, ...], tokens: int, used: int
+    ) -> None:
+        """For ``Admission``: a request has ended.
+
+        Args:
+            accounts: that it was charged to.
+            taken: its tokens' charges, by account.
+            tokens: as estimated.
+            used: as it was.
+        """
+        now_s = self._clock.monotonic_s()
+        for account, its in zip(accounts, taken, strict=False):
+            account.running -= 1
+            account.tokens.correct(its, used, now_s)
+            account.changed = True
+        for account in accounts:
+            if account.limits.tokens_per_month is not None:
+                self._budgets.end(account.subject, tokens, used)
+        if taken:
+            self.changed.set()
+
+    # What the exchange calls.
+
+    def tell(self) -> tuple[LimitTotal, ...]:
+        """Accounts that have changed, and some others in turn: a message may be lost."""
+        now_s = self._clock.monotonic_s()
+        changed = [account for account in self._accounts.values() if account.changed][:MAX_TOLD]
+        totals = tuple(account.total(now_s) for account in changed or self._in_turn(now_s))
+        if len(changed) == MAX_TOLD or any(account.changed for account in changed):
+            self.changed.set()
+        return totals
+
+    def hear(self, gateway_id: GatewayId, seq: int, totals: tuple[LimitTotal, ...]) -> None:
+        """What another gateway told."""
+        now_s = self._clock.monotonic_s()
+        for news in self.peers.hear(gateway_id, seq, totals, now_s):
+            account = self._accounts.get(news.subject)
+            if account is None:
+                continue
+            account.others_running = self.peers.running(news.subject)
+            if news.known:
+                account.requests.hear(news.requests, now_s)
+                account.tokens.hear(news.tokens, now_s)
+            else:
+                account.requests.adopt(news.requests, now_s)
+                account.tokens.adopt(news.tokens, now_s)
+
+    def look(self, *, connected: bool) -> None:
+        """Once a second: who is there, and what nobody uses any more."""
+        now_s = self._clock.monotonic_s()
+        gone = self.peers.look(now_s, connected=connected)
+        self.sharing = Sharing(1 + len(self.peers), cut_off=not connected)
+        for subject in [
+            subject for subject, account in self._accounts.items() if account.idle(now_s, FORGET_S)
+        ]:
+            del self._accounts[subject]
+        if gone:
+            for account in self._accounts.values():
+                account.others_running = self.peers.running(account.subject)
+
+    def _in_turn(self, now_s: float) -> Iterator[Account]:
+        accounts = [account for account in self._accounts.values() if account.owes(now_s)]
+        if not accounts:
+            return iter(())
+        begin = self._turn % len(accounts)
+        self._turn = begin + MAX_TOLD
+        return iter(accounts[begin : begin + MAX_TOLD])
+
+    def _account(self, subject: str, limits: TenantLimits, now_s: float) -> Account:
+        account = self._accounts.get(subject)
+        if account is None:
+            account = self._accounts[subject] = Account(subject, next(self._lives), now_s)
+            account.set(limits, now_s)
+            account.others_running = self.peers.running(subject)
+            for requests, tokens, age_s in self.peers.owed(subject, now_s):
+                account.requests.adopt(
+                    requests - (limits.requests_per_minute or 0) * age_s / 60, now_s
+                )
+                account.tokens.adopt(tokens - (limits.tokens_per_minute or 0) * age_s / 60, now_s)
+        else:
+            account.set(limits, now_s)
+        return account
+
+    async def _check_budget(self, account: Account) -> None:
+        budget = account.limits.tokens_per_month
+        if budget is None:
+            return
+        if not self._budgets.knows(account.subject):
+            await self._budgets.learn(account.subject)
+        if self._budgets.used(account.subject) >= budget:
+            raise QuotaUsedUp(
+                f"{_named(account)} has used its budget of {budget} tokens this month"
+            )
+
+    def _check(self, account: Account, tokens: int, now_s: float) -> None:
+        limits = account.limits
+        per_minute = limits.tokens_per_minute
+        if per_minute is not None and tokens > per_minute:  # 2
+            raise TooLarge(
+                f"this request may take {tokens} tokens, and {_named(account)} has {per_minute} a minute: shorten it, or "
+                "lower max_tokens",
+                param="max_tokens",
+            )
+        if not account.has_place(self.sharing):  # 3
+            raise RateLimited(
+                f"{_named(account)} may have {limits.concurrent_requests} requests at a time",
+                retry_after_s=PLACE_AGAIN_S,
+            )
+        waits_s = account.requests.wait_s(1, now_s, self.sharing)
+        if waits_s:
+            raise RateLimited(
+                f"Rate limit reached for {_named(account)} on requests per min (RPM): Limit {limits.requests_per_minute}. "
+                f"Please try again in {duration(waits_s)}",
+                retry_after_s=waits_s,
+            )
+        waits_s = account.tokens.wait_s(tokens, now_s, self.sharing)
+        if waits_s:
+            raise TokensLimited(
+                f"Rate limit reached for {_named(account)} on tokens per min (TPM): Limit {per_minute}, Requested {tokens}. "
+                f"Please try again in {duration(waits_s)}",
+                retry_after_s=waits_s,
+            )
+
+    def _take(self, account: Account, tokens: int, now_s: float) -> Taken:
+        account.changed = True
+        account.running += 1
+        account.unheard_running.add(1)
+        account.requests.take(1, now_s, self.sharing)
+        return account.tokens.take(tokens, now_s, self.sharing)
+
+
+def _named(account: Account) -> str:
+    kind, _, name = account.subject.partition("/")
+    return "this key" if kind == "key" else f"the project {name}"
+
+
+def _tell_left(scope: Scope, accounts: tuple[Account, ...], now_s: float) -> None:
+    """OpenAI's headers, of the tighter limit of key and project."""
+    for name, lines in (
+        ("requests", [account.requests for account in accounts]),
+        ("tokens", [account.tokens for account in accounts]),
+    ):
+        held = [line for line in lines if line.limit is not None]
+        if not held:
+            continue
+        line: Line = min(held, key=lambda each: each.left(now_s)) if len(held) > 1 else held[0]
+        note_header(scope, f"x-ratelimit-limit-{name}", str(line.limit))
+        note_header(scope, f"x-ratelimit-remaining-{name}", str(line.left(now_s)))
+        note_header(scope, f"x-ratelimit-reset-{name}", duration(line.reset_s(now_s)))
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI's headers have it: ``17ms``, ``1.5s``, ``6m0s``."""
+    if seconds < 1:
+        return f"{max(0, round(seconds * 1000))}ms"
+    minutes, rest = divmod(seconds, 60)
+    if minutes:
+        return f"{int(minutes)}m{int(rest)}s"
+    return f"{rest:.3f}".rstrip("0").rstrip(".") + "s"

@@ -1,0 +1,132 @@
+"""The line of requests that wait for one model: by deadline among a tenant's own, fair by weight
+between tenants (``policy.fairness``).
+
+With one tenant alone it is a list in the order of deadlines.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from pilotlight.policy.fairness import FairTurns, Holding
+
+
+class Waits(Protocol):
+    """What the line must know of a place in it."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Its place among its tenant's own: deadline, and number."""
+        ...
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Its tenant's."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """What serving it takes, in tokens."""
+        ...
+
+
+W = TypeVar("W", bound=Waits)
+
+
+class Line(Generic[W]):
+    """One model's."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, list[W]] = {}
+        """By tenant, none of them empty."""
+        self._turns = FairTurns()
+        self.handed: set[W] = set()
+        """Assigned to instances that are loading, from then until those are ready, or the attempt
+        has ended."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def __iter__(self) -> Iterator[W]:
+        for places in self._places.values():
+            yield from places
+
+    def add(self, place: W) -> None:
+        """It waits."""
+        places = self._places.get(place.tenant)
+        if places is None:
+            places = self._places[place.tenant] = []
+            self._turns.begin(place.tenant)
+        insort(places, place, key=_order)
+
+    def first(self) -> W:
+        """Whose turn it is; the line is not empty."""
+        return self._places[self._turns.next()][0]
+
+    def serve(self, place: W) -> None:
+        """Its turn has come: it leaves."""
+        self._turns.served(place.tenant, place.cost, place.weight)
+        self.remove(place)
+
+    def remove(self, place: W) -> bool:
+        """It leaves, if it is there."""
+        places = self._places.get(place.tenant, [])
+        index = bisect_left(places, place.order, key=_order)
+        if index >= len(places) or places[index] is not place:
+            return False
+        del places[index]
+        self._forget_empty()
+        return True
+
+    def drop(self, goes: Callable[[W], bool]) -> list[W]:
+        """All of which this is true leave."""
+        gone = [place for place in self if goes(place)]
+        for tenant, places in self._places.items():
+            self._places[tenant] = [place for place in places if not goes(place)]
+        self._forget_empty()
+        return gone
+
+    def last_of(self, tenant: str) -> W:
+        """The one of a tenant that would wait longest."""
+        return self._places[tenant][-1]
+
+    def places_of(self, tenant: str) -> int:
+        """How many a tenant has."""
+        return len(self._places.get(tenant, ()))
+
+    def holdings(self) -> list[Holding]:
+        """Who has how many places."""
+        return [
+            Holding(tenant, len(places), places[0].weight)
+            for tenant, places in self._places.items()
+        ]
+
+    def ahead(self, place: W) -> int:
+        """How many go before it: of its tenant's own, and as many of others as the weights say."""
+        own = bisect_left(self._places.get(place.tenant, []), place.order, key=_order)
+        if len(self._places) == 1:
+            return own
+        each = (own + 1) / place.weight
+        return own + sum(
+            min(len(places), math.floor(each * places[0].weight))
+            for tenant, places in self._places.items()
+            if tenant != place.tenant
+        )
+
+    def _forget_empty(self) -> None:
+        for tenant in [tenant for tenant, places in self._places.items() if not places]:
+            del self._places[tenant]
+            self._turns.end(tenant)
+
+
+def _order(place: Waits) -> tuple[float, int]:
+    return place.order
