@@ -10,6 +10,7 @@ from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import REPEAT_S, Lender
 from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.pool import PublishedCopies
+from pilotlight.cache.registrations import Registrations
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
@@ -23,9 +24,7 @@ from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, every, woken
-from pilotlight.policy.eviction.candidates import registered
 from pilotlight.policy.ids import NodeId, WorkerId
-from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 
@@ -43,6 +42,7 @@ class Handlers:
         context: Context[CacheSettings],
         books: Books,
         repository: CacheRepository,
+        registrations: Registrations,
         room: RoomMaker,
         lender: Lender,
         keeper: Keeper,
@@ -53,9 +53,9 @@ class Handlers:
         self._context = context
         self._books = books
         self._repository = repository
+        self._registrations = registrations
         self._room = room
         self._lender = lender
-        self._models: tuple[Model, ...] = ()
         self._keeper = keeper
         self._measures = measures
         self._workers: set[WorkerId] = set()
@@ -104,7 +104,7 @@ class Handlers:
         self._books.grants = {
             grant.grant_id: grant for grant in await self._repository.open_grants(now_s)
         }
-        await self._read_models()
+        await self._registrations.follow()
         self._books.estimates = await self._repository.estimates()
         self._books.hear_epoch(await self._repository.leading_epoch())
         bus = self._context.bus
@@ -173,7 +173,7 @@ class Handlers:
     async def _sweep(self) -> None:
         async for _ in every(SWEEP_INTERVAL_S):
             try:
-                await self._read_models()
+                await self._registrations.follow()
                 await self._room.lapse()
                 await take_back_growth(self._books, self._repository, self._context.clock)
                 self._measures.follow()
@@ -215,13 +215,6 @@ class Handlers:
                     action="estimates_deferred",
                     error=error.message,
                 )
-
-    async def _read_models(self) -> None:
-        models = await self._repository.models()
-        self._books.draining = await self._repository.drains()
-        if models is not self._models:
-            self._models = models
-            self._books.models = registered(models)
 
 
 async def _end(subscriptions: list[Subscription]) -> None:
