@@ -1,6 +1,7 @@
 """Wiring of the cache."""
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.disks import DiskOrders
 from pilotlight.cache.handlers import Handlers
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
@@ -68,6 +69,7 @@ async def build(context: Context[CacheSettings]) -> Application:
         keeper,
         measures,
         copies,
+        DiskOrders(books, context.bus, context.clock),
         pruner,
     )
     sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)

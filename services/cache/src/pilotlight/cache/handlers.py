@@ -6,6 +6,7 @@ import structlog
 from prometheus_client import Counter
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.disks import DiskOrders
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import REPEAT_S, Lender
 from pilotlight.cache.measures import CacheMeasures
@@ -48,6 +49,7 @@ class Handlers:
         keeper: Keeper,
         measures: CacheMeasures,
         copies: PublishedCopies,
+        disks: DiskOrders,
         pruner: Pruner,
     ) -> None:
         self._context = context
@@ -62,6 +64,7 @@ class Handlers:
         """Workers whose loans may not be as they should be."""
         self._worker_reports = asyncio.Event()
         self._copies = copies
+        self._disks = disks
         self._pruner = pruner
         self._feed = RosterFeed(context.bus, context.clock, context.background, books.roster)
         self._feed.on_news(self._on_news)
@@ -188,6 +191,7 @@ class Handlers:
     async def _keep(self) -> None:
         try:
             await self._keeper.follow()
+            await self._disks.follow()
         except BusUnavailable as error:
             log.info("copies are kept later", action="keeping_deferred", error=error.message)
 
