@@ -97,9 +97,9 @@ bench-groups:  ## the first token of one node, and of groups of two and four, as
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/groups.py --stages 1 2 4 $(ARGS)
 
-bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=
+bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=, JOBS=processes
 	@tools/bootstrap.sh dev
-	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS))
+	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS))
 
 bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON: POLICIES=, REQUESTS=, DURATION_S=
 	@tools/bootstrap.sh runtime
