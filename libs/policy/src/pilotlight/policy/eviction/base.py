@@ -6,12 +6,13 @@ pool. Both are chosen by the same policies. ``eviction.candidates`` makes them f
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import Tier
+from pilotlight.policy.eviction.hysteresis import Hysteresis, Newcomer
 from pilotlight.policy.ids import Digest, ModelName, NodeId
 
 SPARED_SHOWN = 3
@@ -43,6 +44,8 @@ class EvictionCandidate:
     """
     arrivals_per_s: float = 0.0
     """How often its model is asked for: 1/T of mCache, eq. (1)."""
+    reloads: int = 0
+    """How often its model was evicted and loaded again lately."""
 
     @property
     def loss(self) -> float:
@@ -64,6 +67,8 @@ class RoomRequest:
     protected: frozenset[str] = frozenset()
     """Subjects that must stay, whatever they are worth: the model that the room is for, a source of
     its bytes."""
+    newcomer: Newcomer | None = None
+    """What the room is for, where it may have to wait for it."""
 
     @property
     def missing_bytes(self) -> int:
@@ -78,6 +83,7 @@ class EvictionRules:
     min_residency_s: float = 1.0
     """A copy younger than this stays: what has just been loaded has not had its chance to be used.
     """
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +207,7 @@ def why_kept(
     4. it is being loaded or drained
     5. it is younger than the minimum residency
     6. the request protects it
+    7. it came back lately, and the newcomer is not so much more important
     """
     if candidate.in_flight > 0:  # 1
         return f"{candidate.in_flight} requests are in flight"
@@ -215,7 +222,9 @@ def why_kept(
         return f"it is {age_s:.1f} s old, less than the minimum residency of {rules.min_residency_s:g} s"
     if candidate.subject in request.protected:  # 6
         return "the request protects it"
-    return None
+    return rules.hysteresis.why_kept(
+        candidate.reloads, candidate.loss, age_s, request.newcomer
+    )  # 7
 
 
 def plan_eviction(
