@@ -6,7 +6,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.messages.room import DISK_ORDER_SUBJECT, DiskOrder
 from pilotlight.dataplane.bandwidth import link_of
 from pilotlight.policy.cluster import OriginKind, Tier
-from pilotlight.policy.eviction.disk import DiskFacts, disk_order, measured_bytes_per_s
+from pilotlight.policy.eviction.disk import DiskFacts, asked_last, disk_order, measured_bytes_per_s
 from pilotlight.policy.ids import Digest
 
 INTERVAL_S = 10.0
@@ -43,7 +43,7 @@ class DiskOrders:
             self._told, self._told_s = order, now_s
 
     def _facts(self, now_s: float) -> DiskFacts:
-        books = self._books
+        books, arrivals = self._books, self._books.arrivals.recent()
         nodes = tuple(books.roster.nodes.values())
         sources = measured_bytes_per_s(nodes, OriginKind.SOURCE)
         disks = measured_bytes_per_s(nodes, OriginKind.DISK).values()
@@ -52,9 +52,9 @@ class DiskOrders:
             models=books.models,
             source_bytes_per_s={
                 name: sources[link]
-                for name, model in books.models.by_name.items()
-                if (link := link_of(model.uri)) in sources
+                for name in asked_last(books.models, arrivals)
+                if (link := link_of(books.models.by_name[name].uri)) in sources
             },
             disk_bytes_per_s=max(disks, default=float("inf")),
-            arrivals=books.arrivals.recent(),
+            arrivals=arrivals,
         )

@@ -49,10 +49,18 @@ def measured_bytes_per_s(nodes: Iterable[NodeFacts], kind: OriginKind) -> Mappin
     return {name: fmean(rates) for name, rates in found.items()}
 
 
+def asked_last(models: Registered, arrivals: RecentArrivals) -> tuple[ModelName, ...]:
+    """Models that are named: those that were asked for last, ``MAX_ORDERED`` at most, and pinned
+    ones.
+    """
+    known = (name for name in reversed(tuple(arrivals.models)) if name in models.by_name)
+    return tuple(dict.fromkeys([*islice(known, MAX_ORDERED), *sorted(models.pinned)]))
+
+
 def disk_order(policy: EvictionPolicy, facts: DiskFacts) -> tuple[Digest, ...]:
     """Checkpoints in the order in which disks let go of them.
 
-    1. those that were asked for last, ``MAX_ORDERED`` at most: the others are not named
+    1. those that were asked for last (``asked_last``): the others are not named
     2. the policy orders them, the least important first
     3. pinned ones after all others: nothing takes their place
 
@@ -60,15 +68,12 @@ def disk_order(policy: EvictionPolicy, facts: DiskFacts) -> tuple[Digest, ...]:
         policy: As it orders host pools, told of all accesses.
         facts: What a copy on a disk saves.
     """
-    known = (
-        name for name in reversed(tuple(facts.arrivals.models)) if name in facts.models.by_name
-    )
-    names = dict.fromkeys([*islice(known, MAX_ORDERED), *sorted(facts.models.pinned)])  # 1
+    slowest = min(facts.source_bytes_per_s.values(), default=GUESSED_SOURCE_BYTES_PER_S)
     candidates: dict[Digest, EvictionCandidate] = {}
-    for name in names:
+    for name in asked_last(facts.models, facts.arrivals):  # 1
         digest = facts.models.by_name[name].digest
         if digest not in candidates:
-            candidates[digest] = _on_disk(digest, facts)
+            candidates[digest] = _on_disk(digest, facts, slowest)
     ordered = policy.ordered(list(candidates.values()), facts.now_s)  # 2
     loose, pinned = _named(ordered, pinned=False), _named(ordered, pinned=True)  # 3
     return (*loose, *pinned)
@@ -78,11 +83,10 @@ def _named(ordered: Collection[EvictionCandidate], *, pinned: bool) -> Iterable[
     return (one.digest for one in ordered if one.pinned is pinned)
 
 
-def _on_disk(digest: Digest, facts: DiskFacts) -> EvictionCandidate:
+def _on_disk(digest: Digest, facts: DiskFacts, slowest: float) -> EvictionCandidate:
     models = facts.models.by_digest[digest]
     size_bytes = models[0].spec.total_bytes
     last_s = (facts.arrivals.last_s(one.name) for one in models)
-    slowest = min(facts.source_bytes_per_s.values(), default=GUESSED_SOURCE_BYTES_PER_S)
     rate = min(facts.source_bytes_per_s.get(one.name, slowest) for one in models)
     from_source_s = transfer_s(size_bytes, rate)
     from_disk_s = transfer_s(size_bytes, facts.disk_bytes_per_s)
