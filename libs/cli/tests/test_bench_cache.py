@@ -89,3 +89,32 @@ def test_the_trace_is_that_of_its_seed_and_in_time() -> None:
     assert times == sorted(times)
     assert 0.0 <= times[0] < times[-1] <= 60.0
     assert {name for _, name in found} == {f"ember-{number}" for number in range(8)}
+
+
+def test_the_trace_of_models_that_share_a_gpu_asks_for_each() -> None:
+    from cache_gpu import MODELS, has_text, told, zipf_trace
+
+    trace = zipf_trace(MODELS, 150, 5)
+    assert trace == zipf_trace(MODELS, 150, 5) != zipf_trace(MODELS, 150, 6)
+    assert (len(trace), set(trace)) == (150, set(range(MODELS)))
+    counts = sorted((trace.count(number) for number in range(MODELS)), reverse=True)
+    assert counts[0] > 3 * counts[-1]
+    assert has_text(b'data: {"choices": [{"text": "a"}]}\n')
+    quiet = (b"\n", b"data: [DONE]\n", b'data: {"choices": [{"text": ""}]}\n', b'data: {"x": 1}')
+    assert not any(map(has_text, quiet))
+    assert told([0.1, 0.2, 0.3])["p50_ms"] == 200.0
+
+
+def test_a_variant_of_a_model_is_another_checkpoint_of_the_same_files(tmp_path: Path) -> None:
+    from cache_gpu import size_of, variant
+
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text('{"rope_theta": 1.0}')
+    made = variant(folder, 2)
+    assert variant(folder, 2) == made
+    assert (made / "model.safetensors").samefile(folder / "model.safetensors")
+    assert json.loads((made / "config.json").read_text()) == {"rope_theta": 3.0}
+    assert json.loads((folder / "config.json").read_text()) == {"rope_theta": 1.0}
+    assert size_of(made) == 7
