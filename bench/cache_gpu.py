@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ def switch(shape: str, weights: Path, work: Path, kind: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def system(work: Path, variables: Mapping[str, str], kind: str) -> Iterator[Served]:
+def system(work: Path, variables: Mapping[str, str], kind: str) -> Generator[Served]:
     """A system without models."""
     home, log, port = work / "home", work / "pilotlight.log", free_port()
     code = "import sys; from pilotlight.cli.main import main; sys.exit(main())"
@@ -244,6 +244,7 @@ class Mix:
     """Models of mixed size, and what there is room for."""
 
     shapes: tuple[str, ...]
+    models: int
     room: float
     pool: float
     requests: int
@@ -254,7 +255,7 @@ def zipf(policy: str, mix: Mix, weights: Path, work: Path) -> dict[str, Any]:
     """The trace under one policy."""
     for shape in mix.shapes:
         prepare(shape, weights / shape)
-    shapes = [mix.shapes[number % len(mix.shapes)] for number in range(MODELS)]
+    shapes = [mix.shapes[number % len(mix.shapes)] for number in range(mix.models)]
     folders = [variant(weights / shape, number) for number, shape in enumerate(shapes)]
     total_bytes = sum(map(size_of, folders))
     largest_bytes = max(map(size_of, folders))
@@ -268,7 +269,7 @@ def zipf(policy: str, mix: Mix, weights: Path, work: Path) -> dict[str, Any]:
             min(shared, max(int(mix.pool * total_bytes), 2 * largest_bytes, 64 << 20))
         ),
     }
-    trace = zipf_trace(MODELS, mix.requests, SEED)
+    trace = zipf_trace(mix.models, mix.requests, SEED)
     with system(work, variables, mix.kind) as served:
         for number, folder in enumerate(folders):
             served.register(f"model-{number}", folder)
@@ -320,7 +321,7 @@ def measured(part: str, asked: argparse.Namespace, work: Path) -> dict[str, Any]
     if what == "switch":
         return switch("tiny" if asked.tiny else name, asked.weights, work, asked.kind)
     shapes = ("tiny", "tiny-2", "tiny-3") if asked.tiny else MIXED
-    mix = Mix(shapes, asked.room, asked.pool, asked.requests, asked.kind)
+    mix = Mix(shapes, asked.models, asked.room, asked.pool, asked.requests, asked.kind)
     return zipf(name, mix, asked.weights, work)
 
 
@@ -338,6 +339,7 @@ def main() -> None:
         "--room", type=float, default=0.4, help="the device's, of all models' bytes"
     )
     parser.add_argument("--pool", type=float, default=0.6, help="the host pool's")
+    parser.add_argument("--models", type=int, default=MODELS)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny models: whether it works at all")

@@ -20,6 +20,7 @@ from pilotlight.policy.eviction.choice import make_policy
 from pilotlight.policy.eviction.hysteresis import Hysteresis, Newcomer
 from pilotlight.policy.eviction.thrash import Thrash, ThrashWatch
 from pilotlight.policy.ids import Digest, ModelName, NodeId
+from pilotlight.policy.model import Slo
 
 RULES = Hysteresis(first_s=2.0, longest_s=60.0, margin=2.0)
 STEP_S = 0.05
@@ -150,6 +151,11 @@ def test_when_a_copy_may_go(
     newcomer = Newcomer(loss=loss, waited_s=waited_s, patience_s=4.0)
     assert (RULES.why_kept(reloads, 1.0, age_s, newcomer) is None) == may_go
     assert RULES.why_kept(reloads, 1.0, age_s, None) is None
+
+
+def test_patience_is_what_a_load_leaves() -> None:
+    slo = Slo(ttft_ms=2000, tpot_ms=100)
+    assert [RULES.patience_s(slo, load_s) for load_s in (0.0, 0.5, 2.0, 9.0)] == [2.0, 1.5, 0, 0]
 
 
 def test_worth_has_no_bound_but_patience() -> None:

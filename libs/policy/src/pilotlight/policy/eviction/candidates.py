@@ -163,7 +163,7 @@ def newcomer_to(
     return Newcomer(
         loss=penalty_s * rate_per_s,
         waited_s=waited_s,
-        patience_s=rules.hysteresis.patience_s(model.slo),
+        patience_s=rules.hysteresis.patience_s(model.slo, penalty_s),
     )
 
 

@@ -6,9 +6,10 @@
     model B   waits; its importance grows with its waiting, beyond all bounds at its patience
 
 A copy that was never evicted and loaded again goes as ever: a cluster that does not thrash waits
-for nothing here. Under thrash a place changes its model no oftener than once in ``(1 - 1 / margin)``
-of the newcomer's patience where both are equally important, and no model waits for longer than its
-patience on account of this.
+for nothing here. Under thrash a place changes its model no oftener than once in a load and
+``(1 - 1 / margin)`` of the newcomer's patience, where both are equally important. No model waits
+for longer than its patience on account of this: what its time to first token leaves beside its
+load.
 """
 
 import math
@@ -45,13 +46,10 @@ class Hysteresis:
     longest_s: float = 60.0
     margin: float = 2.0
     """A newcomer that is worth so many times as much need not wait."""
-    patience_slo_factor: float = 2.0
-    """A model's patience, in times to first token that are wanted for it: as it has before busy
-    instances make room (``TurnRules``)."""
 
-    def patience_s(self, slo: Slo) -> float:
-        """How long a model may have to wait."""
-        return self.patience_slo_factor * slo.ttft_ms / 1000
+    def patience_s(self, slo: Slo, load_s: float) -> float:
+        """How long a model may have to wait: with its load it is still in time."""
+        return max(0.0, slo.ttft_ms / 1000 - load_s)
 
     def why_kept(
         self, reloads: int, loss: float, age_s: float, newcomer: Newcomer | None
