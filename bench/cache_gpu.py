@@ -11,10 +11,10 @@ this run; each writes ``OUT/PART.json``, and one that is there is not measured a
 * for a model that is loaded nowhere, with its files in the page cache (``again``), and the same
   with nothing compiled (``first``).
 
-``zipf-iam``, ``zipf-lru``: twelve models of three sizes in turn, whose popularity follows Zipf's law
-and not their sizes, over a device that holds ``--room`` of their bytes and a host pool that holds
-``--pool`` of them. One request after the other, the same for each policy. Told are seconds to the
-first token, requests that found their model on the device, and loads.
+``zipf-iam``, ``zipf-lru``: twelve models of three sizes in turn, whose popularity follows Zipf's
+law and not their sizes, over a device that holds ``--room`` of their bytes and a host pool that
+holds ``--pool`` of them. One request after the other, the same for each policy. Told are seconds to
+the first token, requests that found their model on the device, and loads.
 """
 
 import argparse

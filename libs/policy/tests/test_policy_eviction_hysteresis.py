@@ -127,6 +127,20 @@ def test_nothing_waits_where_nothing_was_loaded_again() -> None:
     assert turns.longest_wait_s == 0.0
 
 
+def test_nothing_more_important_goes_in_the_place_of_what_came_back() -> None:
+    """The newcomer waits: it would have taken the place of the one that is asked for all the
+    time."""
+    turns = Turns(3, 2, 0.1, 4.0)
+    turns.here = {ModelName("m0"): (-100.0, 0.0), ModelName("m1"): (0.0, 0.0)}
+    turns.watch.evicted(ModelName("m1"), 1, 0.0)
+    turns.watch.loaded(ModelName("m1"), 0.0)
+    for _ in range(50):
+        turns.policy.on_access(Access(model=ModelName("m0"), count=1, at_s=0.0))
+    turns.ask(ModelName("m2"), hysteresis=True)
+    assert set(turns.here) == {"m0", "m2"}
+    assert turns.longest_wait_s > 0.0
+
+
 @pytest.mark.parametrize(
     ("reloads", "age_s", "loss", "waited_s", "may_go"),
     [

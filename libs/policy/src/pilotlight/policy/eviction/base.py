@@ -65,8 +65,7 @@ class RoomRequest:
     free_bytes: int
     now_s: float
     protected: frozenset[str] = frozenset()
-    """Subjects that must stay, whatever they are worth: the model that the room is for, a source of
-    its bytes."""
+    """Subjects that must stay: the model that the room is for, a source of its bytes."""
     newcomer: Newcomer | None = None
     """What the room is for, where it may have to wait for it."""
 
@@ -81,8 +80,7 @@ class EvictionRules:
     """What holds for every policy."""
 
     min_residency_s: float = 1.0
-    """A copy younger than this stays: what has just been loaded has not had its chance to be used.
-    """
+    """A copy younger than this stays: it has not had its chance to be used."""
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
 
 
@@ -148,8 +146,7 @@ class EvictionPolicy(Protocol):
     """Orders what may go. It keeps what it has been told; one task or loop owns it.
 
     The same object serves a simulator, which tells it of every event and takes victims from
-    ``ranked``, and a service, whose candidates are rebuilt from reports for each question and come
-    with it (``ordered``).
+    ``ranked``, and a service, whose candidates come with each question (``ordered``).
     """
 
     @property
@@ -207,7 +204,6 @@ def why_kept(
     4. it is being loaded or drained
     5. it is younger than the minimum residency
     6. the request protects it
-    7. it came back lately, and the newcomer is not so much more important
     """
     if candidate.in_flight > 0:  # 1
         return f"{candidate.in_flight} requests are in flight"
@@ -222,9 +218,7 @@ def why_kept(
         return f"it is {age_s:.1f} s old, less than the minimum residency of {rules.min_residency_s:g} s"
     if candidate.subject in request.protected:  # 6
         return "the request protects it"
-    return rules.hysteresis.why_kept(
-        candidate.reloads, candidate.loss, age_s, request.newcomer
-    )  # 7
+    return None
 
 
 def plan_eviction(
@@ -238,6 +232,7 @@ def plan_eviction(
     1. leave out what no policy may evict, with the reason
     2. the policy orders the rest
     3. take them in order until the room is there
+    4. none goes while the newcomer has to wait for one of them: nothing worth more goes instead
 
     Args:
         policy: It orders.
@@ -255,6 +250,12 @@ def plan_eviction(
             kept.append(_kept(candidate, reason, request, rules))
     ordered = policy.ordered(free_to_go, request.now_s)  # 2
     plan = plan_in_order(request, ordered, kept, policy.name)  # 3
+    victims = {one.subject for one in plan.victims}
+    for one in ordered:
+        age_s = request.now_s - one.resident_since_s
+        why = rules.hysteresis.why_kept(one.reloads, one.loss, age_s, request.newcomer)
+        if why is not None and one.subject in victims:  # 4
+            return EvictionPlan(enough=False, kept=plan.kept, reason=f"{one.model}: {why}")
     return _with_spared(plan, ordered)
 
 

@@ -41,8 +41,8 @@ class Hysteresis:
     """Figures."""
 
     first_s: float = 2.0
-    """How long a copy is left alone that was evicted and loaded again once. Each further time within
-    the window of ``thrash`` doubles it."""
+    """How long a copy is left alone that was evicted and loaded again once. Each further time
+    within the window of ``thrash`` doubles it."""
     longest_s: float = 60.0
     margin: float = 2.0
     """A newcomer that is worth so many times as much need not wait."""
