@@ -175,31 +175,6 @@ async def test_a_pin_counts_from_its_answer_on(
         change(module_database, delete(tables.models))
 
 
-async def test_what_came_back_lately_is_left_alone_until_others_have_waited(
-    cache: Application, bus: Bus, peers: Peers, module_database: URL
-) -> None:
-    one, times = model("new"), {"created_at": func.now(), "updated_at": func.now()}
-    row = {"name": one.name, "digest": one.digest, "body": to_row_json(one)}
-    change(module_database, insert(tables.models).values(**row, **times))
-    idle = replace(stage("old", 900), idle_s=60.0)
-    try:
-        await heard(bus, peers, idle)
-        granted = await reserve(bus, "new", 500, waited_s=0.0)
-        assert granted.evicted_instances == ("old",), "it was not loaded again"
-        await bus.request(
-            RELEASE_SUBJECT, Release(grant_id=granted.grant_id), Released, deadline_s=DEADLINE_S
-        )
-        await heard(bus, peers)
-        await heard(bus, peers, idle)
-        with pytest.raises(NoRoom):
-            await reserve(bus, "new", 500, waited_s=0.0)
-        assert [given.instance_ids for given in peers.given_up] == [("old",)]
-        in_time_s = one.slo.ttft_ms / 1000
-        assert (await reserve(bus, "new", 500, waited_s=in_time_s)).evicted_instances == ("old",)
-    finally:
-        change(module_database, delete(tables.models))
-
-
 async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, peers: Peers) -> None:
     await heard(bus, peers, where=node(pool_bytes=MEMORY, copies=(copy("x", size_bytes=800),)))
     granted = await reserve(bus, "new", 100, host=700)

@@ -30,7 +30,6 @@ async def test_demand_becomes_an_instance_a_command_readiness_and_a_record(rig: 
 
     assert [one.model for one in rig.reserved] == ["m"]
     assert sum(rig.reserved[0].host_part_bytes) == 60
-    assert rig.reserved[0].waited_s == 0.1
     assert ready.placements[0].grant_id == "grant-1"
     assert rig.worker_hold is not None
     (hold,) = rig.worker_hold.holds

@@ -10,7 +10,6 @@ its scheduler releases later.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from pilotlight.common.messages.room import Reserve
 from pilotlight.common.roster import News, Roster
 from pilotlight.policy.arrivals import Access, ArrivalCount, ArrivalWindows, CounterLife
 from pilotlight.policy.cluster import (
@@ -24,16 +23,14 @@ from pilotlight.policy.cluster import (
     WorkerFacts,
 )
 from pilotlight.policy.drain import copies_to_strike
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules
+from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.candidates import (
     CandidateFacts,
     MissFacts,
     Registered,
     in_pool,
-    newcomer_to,
     on_device,
 )
-from pilotlight.policy.eviction.hysteresis import Newcomer
 from pilotlight.policy.eviction.thrash import Thrash, ThrashWatch
 from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.ids import (
@@ -303,23 +300,6 @@ class Books:
         facts = self._facts(worker.worker_id, given_up, now_s, aged_s)
         return on_device(worker, self.node(worker.node_id), facts)
 
-    def newcomer(
-        self, worker: WorkerFacts, request: Reserve, now_s: float, rules: EvictionRules
-    ) -> Newcomer | None:
-        """What room on a device is asked for, if it may have to wait.
-
-        Args:
-            worker: Whose device.
-            request: For room there.
-            now_s: On the clock of the books.
-            rules: How long it may have to wait.
-        """
-        model = self.models.by_name.get(request.model)
-        if request.waited_s is None or model is None:
-            return None
-        facts = self._facts(worker.worker_id, (), now_s, 0.0)
-        return newcomer_to(worker, self.node(worker.node_id), model, request.waited_s, facts, rules)
-
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be dropped from a host pool."""
         dropped = [digest for owner, digest in self._dropped if owner == node.node_id]
@@ -337,7 +317,6 @@ class Books:
             since_s=self._first_seen_s.get(owner, {}),
             given_up=given_up,
             misses=MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent()),
-            reloads=self.thrash.reloads(now_s),
         )
 
     def strikable(self, node_id: NodeId, kept: Collection[Digest] = ()) -> tuple[Digest, ...]:

@@ -156,7 +156,6 @@ class Holders:
             free_bytes=self._books.device_free_bytes(worker),
             now_s=now_s,
             protected=frozenset({request.instance_id, *request.protected}),
-            newcomer=self._books.newcomer(worker, request, now_s, self._rules),
         )
         return plan_eviction(
             self._books.policies.of(Tier.DEVICE),

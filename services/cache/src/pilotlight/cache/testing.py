@@ -171,7 +171,6 @@ async def reserve(
     parts: tuple[int, ...] | None = None,
     generation: int = 1,
     protected: tuple[str, ...] = (),
-    waited_s: float | None = None,
 ) -> Reserved:
     """Ask for room as the scheduler does.
 
@@ -184,7 +183,6 @@ async def reserve(
         parts: bytes of each part, in place of ``host``.
         generation: the instance's.
         protected: instances that are owed service.
-        waited_s: the oldest request of its model.
     """
     message = Reserve(
         instance_id=InstanceId(instance),
@@ -199,7 +197,6 @@ async def reserve(
         epoch=Epoch(epoch),
         generation=Generation(generation),
         protected=tuple(InstanceId(one) for one in protected),
-        waited_s=waited_s,
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=DEADLINE_S)
 

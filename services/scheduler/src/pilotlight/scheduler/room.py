@@ -56,20 +56,8 @@ class RoomClient:
         self._effects = effects
         self._rng = random.Random()
 
-    async def reserve(
-        self,
-        instance: Instance,
-        model: Model,
-        placement: Placement,
-        waited_s: float | None = None,
-    ) -> Reserved:
+    async def reserve(self, instance: Instance, model: Model, placement: Placement) -> Reserved:
         """Ask for room for one stage.
-
-        Args:
-            instance: Whose stage.
-            model: Its model.
-            placement: Where.
-            waited_s: The model's oldest request, where the start may have to wait for its turn.
 
         Raises:
             NoRoom: the cache can free none, on the device or in the host pool.
@@ -93,7 +81,6 @@ class RoomClient:
             epoch=self._epoch,
             generation=instance.generation,
             protected=self._owed(placement.worker_id),
-            waited_s=waited_s,
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:

@@ -191,10 +191,8 @@ class Starter:
     ) -> list[tuple[Placement, Reserved | BaseException]]:
         """Ask for the room of all stages at once: a group waits for its slowest answer alone."""
         placements = _scheme_of(order).placements
-        ages_s = (one.oldest_age_s for one in order.seen.demand if one.model == order.model.name)
-        waited_s = max(ages_s, default=0.0)
         answers = await asyncio.gather(
-            *(self.room.reserve(instance, order.model, one, waited_s) for one in placements),
+            *(self.room.reserve(instance, order.model, one) for one in placements),
             return_exceptions=True,
         )
         return list(zip(placements, answers, strict=True))

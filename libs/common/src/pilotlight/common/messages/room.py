@@ -64,9 +64,6 @@ class Reserve(Message, frozen=True, kw_only=True):
     protected: tuple[InstanceId, ...] = ()
     """Instances on the device that are owed service for their load: they stay. Of them the
     scheduler alone knows."""
-    waited_s: float | None = None
-    """The model's oldest request, where it may have to wait for what came back lately. None: it
-    need not, or it is of a release that does not say."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):

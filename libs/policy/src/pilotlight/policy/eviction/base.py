@@ -6,13 +6,12 @@ pool. Both are chosen by the same policies. ``eviction.candidates`` makes them f
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import Tier
-from pilotlight.policy.eviction.hysteresis import Hysteresis, Newcomer
 from pilotlight.policy.ids import Digest, ModelName, NodeId
 
 SPARED_SHOWN = 3
@@ -44,8 +43,6 @@ class EvictionCandidate:
     """
     arrivals_per_s: float = 0.0
     """How often its model is asked for: 1/T of mCache, eq. (1)."""
-    reloads: int = 0
-    """How often its model was evicted and loaded again lately."""
 
     @property
     def loss(self) -> float:
@@ -65,9 +62,8 @@ class RoomRequest:
     free_bytes: int
     now_s: float
     protected: frozenset[str] = frozenset()
-    """Subjects that must stay: the model that the room is for, a source of its bytes."""
-    newcomer: Newcomer | None = None
-    """What the room is for, where it may have to wait for it."""
+    """Subjects that must stay, whatever they are worth: the model that the room is for, a source of
+    its bytes."""
 
     @property
     def missing_bytes(self) -> int:
@@ -80,8 +76,8 @@ class EvictionRules:
     """What holds for every policy."""
 
     min_residency_s: float = 1.0
-    """A copy younger than this stays: it has not had its chance to be used."""
-    hysteresis: Hysteresis = field(default_factory=Hysteresis)
+    """A copy younger than this stays: what has just been loaded has not had its chance to be used.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +142,8 @@ class EvictionPolicy(Protocol):
     """Orders what may go. It keeps what it has been told; one task or loop owns it.
 
     The same object serves a simulator, which tells it of every event and takes victims from
-    ``ranked``, and a service, whose candidates come with each question (``ordered``).
+    ``ranked``, and a service, whose candidates are rebuilt from reports for each question and come
+    with it (``ordered``).
     """
 
     @property
@@ -232,7 +229,6 @@ def plan_eviction(
     1. leave out what no policy may evict, with the reason
     2. the policy orders the rest
     3. take them in order until the room is there
-    4. none goes while the newcomer has to wait for one of them: nothing worth more goes instead
 
     Args:
         policy: It orders.
@@ -250,12 +246,6 @@ def plan_eviction(
             kept.append(_kept(candidate, reason, request, rules))
     ordered = policy.ordered(free_to_go, request.now_s)  # 2
     plan = plan_in_order(request, ordered, kept, policy.name)  # 3
-    victims = {one.subject for one in plan.victims}
-    for one in ordered:
-        age_s = request.now_s - one.resident_since_s
-        why = rules.hysteresis.why_kept(one.reloads, one.loss, age_s, request.newcomer)
-        if why is not None and one.subject in victims:  # 4
-            return EvictionPlan(enough=False, kept=plan.kept, reason=f"{one.model}: {why}")
     return _with_spared(plan, ordered)
 
 

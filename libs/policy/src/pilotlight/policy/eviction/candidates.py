@@ -25,10 +25,9 @@ from pilotlight.policy.cluster import (
     WorkerFacts,
 )
 from pilotlight.policy.cost import estimate_for, fetch_bytes_per_s, stage_cost, transfer_s
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionRules
-from pilotlight.policy.eviction.hysteresis import Newcomer
+from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.ids import Digest, ModelName
-from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Estimate, Estimates
 
 MAX_PENALTY_S = 3600.0
@@ -83,8 +82,6 @@ class CandidateFacts:
     """How long ago the ages in what is reported were those."""
     misses: MissFacts | None = None
     """None: what a miss costs is not asked for."""
-    reloads: Mapping[ModelName, int] = field(default_factory=dict[ModelName, int])
-    """How often models were evicted from devices and loaded again lately."""
 
 
 def on_device(
@@ -119,9 +116,10 @@ def _of_stage(
     penalty_s, arrivals_per_s = 0.0, 0.0
     # Requests for the model get the version that is registered now: another version is not missed.
     if facts.misses is not None and model is not None and model.digest == held.digest:
-        penalty_s, arrivals_per_s = _miss(
-            model, held.stage, worker, node, facts.misses, facts.now_s
-        )
+        arrivals_per_s = facts.misses.arrivals.rate_per_s(model.name, facts.now_s)
+        if node is not None:
+            estimate = estimate_for(model, worker.device.kind, facts.misses.estimates)
+            penalty_s = stage_cost(model, held.stage, worker, node, estimate).ready_s
     return EvictionCandidate(
         subject=held.instance_id,
         model=held.model,
@@ -134,54 +132,9 @@ def _of_stage(
         in_flight=held.in_flight,
         pinned=held.model in facts.models.pinned,
         busy=held.state in _BUSY,
-        penalty_s=penalty_s,
+        penalty_s=min(penalty_s, MAX_PENALTY_S),
         arrivals_per_s=arrivals_per_s,
-        reloads=facts.reloads.get(held.model, 0),
     )
-
-
-def newcomer_to(
-    worker: WorkerFacts,
-    node: NodeFacts | None,
-    model: Model,
-    waited_s: float,
-    facts: CandidateFacts,
-    rules: EvictionRules,
-) -> Newcomer:
-    """A model for which room is to be made on a device.
-
-    Args:
-        worker: Whose device.
-        node: Its node; None: not known.
-        model: As it is registered.
-        waited_s: Its oldest request.
-        facts: As for candidates, with ``misses``.
-        rules: Its patience follows from them.
-    """
-    misses = facts.misses or MissFacts()
-    penalty_s, rate_per_s = _miss(model, model.spec.whole, worker, node, misses, facts.now_s)
-    return Newcomer(
-        loss=penalty_s * rate_per_s,
-        waited_s=waited_s,
-        patience_s=rules.hysteresis.patience_s(model.slo, penalty_s),
-    )
-
-
-def _miss(
-    model: Model,
-    stage: Stage,
-    worker: WorkerFacts,
-    node: NodeFacts | None,
-    misses: MissFacts,
-    now_s: float,
-) -> tuple[float, float]:
-    """What it takes to bring a stage to a device, and how often its model is asked for."""
-    rate_per_s = misses.arrivals.rate_per_s(model.name, now_s)
-    if node is None:
-        return 0.0, rate_per_s
-    estimate = estimate_for(model, worker.device.kind, misses.estimates)
-    ready_s = stage_cost(model, stage, worker, node, estimate).ready_s
-    return min(ready_s, MAX_PENALTY_S), rate_per_s
 
 
 def _of_copy(copy: Copy, node: NodeFacts, facts: CandidateFacts) -> EvictionCandidate:

@@ -1,7 +1,6 @@
 """Finds models that are evicted and loaded again in turn: more are asked for than there is room."""
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from pilotlight.policy.arrivals import MAX_MODELS
@@ -51,13 +50,6 @@ class ThrashWatch:
         """When each was evicted last, and its size."""
         self._reloads: deque[tuple[float, ModelName, int]] = deque()
         self._told_s = float("-inf")
-        self._counts: Counter[ModelName] = Counter()
-        """Of reloads within the window."""
-
-    def reloads(self, now_s: float) -> Mapping[ModelName, int]:
-        """How often each model was evicted and loaded again within the window."""
-        self._forget(now_s)
-        return self._counts
 
     def evicted(self, model: ModelName, size_bytes: int, now_s: float) -> None:
         """A model left a device for another one."""
@@ -72,25 +64,20 @@ class ThrashWatch:
         if now_s - gone_s > self._rules.soon_s:
             return None
         self._reloads.append((now_s, model, size_bytes))
-        self._counts[model] += 1
-        self._forget(now_s)
+        while self._reloads[0][0] < now_s - self._rules.window_s:
+            self._reloads.popleft()
         few = len(self._reloads) < self._rules.reloads
         if few or now_s - self._told_s < self._rules.again_s:
             return None
         self._told_s = now_s
-        counts = self._counts
+        counts: dict[ModelName, int] = {}
+        for _, name, _ in self._reloads:
+            counts[name] = counts.get(name, 0) + 1
         return Thrash(
             models=tuple(sorted(counts, key=lambda name: (-counts[name], name))),
             reloads_per_hour=len(self._reloads) * 3600.0 / self._rules.window_s,
             missing_bytes=max(size_bytes, self._gone_bytes(now_s)),
         )
-
-    def _forget(self, now_s: float) -> None:
-        while self._reloads and self._reloads[0][0] < now_s - self._rules.window_s:
-            _, model, _ = self._reloads.popleft()
-            self._counts[model] -= 1
-            if not self._counts[model]:
-                del self._counts[model]
 
     def _gone_bytes(self, now_s: float) -> int:
         """Of models that were evicted lately and are not back."""
