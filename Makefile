@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean
+.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -97,13 +97,16 @@ bench-groups:  ## the first token of one node, and of groups of two and four, as
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/groups.py --stages 1 2 4 $(ARGS)
 
-bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=
+bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=, JOBS=processes
 	@tools/bootstrap.sh dev
-	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS))
+	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS))
 
 bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON: POLICIES=, REQUESTS=, DURATION_S=
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cache_real.py $(if $(POLICIES),--policies $(POLICIES)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DURATION_S),--duration-s $(DURATION_S))
+
+bench-cache-gpu:  ## models that share this machine's GPU: by where they are, and under Zipf's law, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=, REQUESTS=; TINY=1 KIND=cpu tries it; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/cache_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(KIND),--kind $(KIND)) $(if $(TINY),--tiny)
 
 bench-scheduler:  ## ParaServe's figures in simulated time, all policies, as JSON: FULL=1, SECONDS=, SEEDS=, JOBS=, LINES=FILE (resumes), OUT=
 	@tools/bootstrap.sh dev

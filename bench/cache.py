@@ -7,15 +7,19 @@ and a lower bound; ``tiers``: the same models on a device and its host. ``access
 of an access with 10,000 models.
 
 Policies were tuned on seeds 0 to 4; 5 to 14 are reported. Figures are means over seeds.
-``cache_results.py`` makes bench/results/cache.json of the lines, of one run or of several.
+``cache_results.py`` makes bench/results/cache.json of the lines, of one run or of several. With
+``--jobs`` a cell of a part (a workload at a size of the cache) is a piece of work for one of so
+many processes, and lines come as cells end; ``access`` is measured alone, before all others.
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,6 +51,9 @@ PAPER_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 MODERN_SHARES = (0.05, 0.1, 0.16, 0.4)
 TIER_SHARES = ((0.02, 0.1), (0.04, 0.16))
 """Of all models' bytes: the device, and the host's memory."""
+Line = dict[str, object]
+Cell = Callable[[], list[Line]]
+"""A piece of work, and what it has found: a line for each policy."""
 CDF_QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 PARTS = ("access", "modern", "tiers", "paper", "paper-drift", "drift")
 DRIFT_PERIODS_S = (120.0, 300.0, 600.0, 1200.0, None)
@@ -87,7 +94,7 @@ def _modern(mix: ModernMix, seed: int) -> Workload:
     return modern_workload(seed, mix)
 
 
-def row(results: list[CacheResult]) -> dict[str, object]:
+def row(results: list[CacheResult]) -> Line:
     """Means over seeds."""
     return {
         "load_s_per_request": fmean(one.load_s_per_request for one in results),
@@ -106,17 +113,13 @@ def row(results: list[CacheResult]) -> dict[str, object]:
     }
 
 
-def emit(**record: object) -> None:
-    """One line."""
-    print(json.dumps(record), flush=True)
-
-
-def run_paper(seeds: range, names: list[str], drift: Drift | None) -> None:
+def paper_cells(seeds: range, names: list[str], drift: Drift | None) -> Iterator[Cell]:
     """Figures 6 to 10 and Table 3 of mCache; with drift, the same where popularity changes."""
     for size_set in SIZE_SETS:
         for pairing in Pairing:
             for share in PAPER_SHARES:
-                paper_cell(
+                yield partial(
+                    paper_cell,
                     "paper" if drift is None else "paper-drift",
                     partial(_paper, pairing, size_set, drift),
                     seeds,
@@ -128,11 +131,12 @@ def run_paper(seeds: range, names: list[str], drift: Drift | None) -> None:
                 )
 
 
-def run_drift(seeds: range, names: list[str]) -> None:
+def drift_cells(seeds: range, names: list[str]) -> Iterator[Cell]:
     """How the order of policies depends on how long popularity stays as it is."""
     periods = [None if one is None else Drift(period_s=one) for one in DRIFT_PERIODS_S]
     for pairing, drift, share in product(DRIFT_PAIRINGS, periods, DRIFT_SHARES):
-        paper_cell(
+        yield partial(
+            paper_cell,
             "drift",
             partial(_paper, pairing, "large", drift),
             seeds,
@@ -151,7 +155,7 @@ def paper_cell(
     share: float,
     names: list[str],
     **named: object,
-) -> None:
+) -> list[Line]:
     """All policies on one of the paper's workloads, beside the exact optimum.
 
     Args:
@@ -167,79 +171,94 @@ def paper_cell(
         least_load_s(one.requests, one.catalogue, capacity) / len(one.requests)
         for one, capacity in zip(workloads, capacities, strict=True)
     )
-    for name, found in results.items():
-        load_s = fmean(one.load_s_per_request for one in found)
-        emit(
+    return [
+        dict(
             part=part,
             **named,
             share=share,
             policy=name,
             **row(found),
             optimum_load_s=best_s,
-            over_optimum=load_s / best_s,
+            over_optimum=fmean(one.load_s_per_request for one in found) / best_s,
         )
+        for name, found in results.items()
+    ]
 
 
-def run_modern(seeds: range, names: list[str], scenarios: list[str]) -> None:
+def modern_cells(seeds: range, names: list[str], scenarios: list[str]) -> Iterator[Cell]:
     """The modern mix: what each policy closes of the gap between LRU and the bound."""
     for scenario in scenarios:
         for share in MODERN_SHARES:
-            results, workloads, capacities = measured(
-                partial(_modern, MODERN[scenario]), seeds, share, names
-            )
-            lru_s = fmean(one.reload_s_per_request for one in results["lru"])
-            known_s = fmean(one.reload_s_per_request for one in results["true-rates"])
-            least_s = (
-                fmean(
-                    least_reload_s(one.requests, one.catalogue, capacity) / len(one.requests)
-                    for one, capacity in zip(workloads, capacities, strict=True)
-                )
-                if all(len(one.requests) <= MAX_REQUESTS for one in workloads)
-                else None
-            )
-            for name, found in results.items():
-                reload_s = fmean(one.reload_s_per_request for one in found)
-                emit(
-                    part="modern",
-                    scenario=scenario,
-                    share=share,
-                    policy=name,
-                    **row(found),
-                    bound_reload_s=least_s,
-                    closes_of_true_rates=(lru_s - reload_s) / (lru_s - known_s),
-                    closes_of_bound=None
-                    if least_s is None
-                    else (lru_s - reload_s) / (lru_s - least_s),
-                )
+            yield partial(modern_cell, seeds, names, scenario, share)
 
 
-def run_tiers(seeds: range, names: list[str]) -> None:
-    """The modern mix on a device and its host, each tier under the same policy."""
-    workloads = [modern_workload(seed) for seed in seeds]
-    for (device_share, share), name in product(TIER_SHARES, names):
-        found = [
-            simulate_tiers(
-                partial(make_policy, name),
-                one,
-                int(device_share * one.total_bytes),
-                int(share * one.total_bytes),
-            )
-            for one in workloads
-        ]
-        emit(
-            part="tiers",
-            scenario="modern",
-            device_share=device_share,
-            share=share,
-            policy=name,
-            reload_s_per_request=fmean(one.reload_s_per_request for one in found),
-            device_hit_ratio=fmean(one.device_hits / one.requests for one in found),
-            host_hit_ratio=fmean(one.host_hits / one.requests for one in found),
-            of_each_seed=[round(one.reload_s_per_request, 5) for one in found],
+def modern_cell(seeds: range, names: list[str], scenario: str, share: float) -> list[Line]:
+    """All policies on one mix, beside the policy that knows the true rates, and the bound."""
+    results, workloads, capacities = measured(
+        partial(_modern, MODERN[scenario]), seeds, share, names
+    )
+    lru_s = fmean(one.reload_s_per_request for one in results["lru"])
+    known_s = fmean(one.reload_s_per_request for one in results["true-rates"])
+    least_s = (
+        fmean(
+            least_reload_s(one.requests, one.catalogue, capacity) / len(one.requests)
+            for one, capacity in zip(workloads, capacities, strict=True)
         )
+        if all(len(one.requests) <= MAX_REQUESTS for one in workloads)
+        else None
+    )
+    lines: list[Line] = []
+    for name, found in results.items():
+        reload_s = fmean(one.reload_s_per_request for one in found)
+        lines.append(
+            dict(
+                part="modern",
+                scenario=scenario,
+                share=share,
+                policy=name,
+                **row(found),
+                bound_reload_s=least_s,
+                closes_of_true_rates=(lru_s - reload_s) / (lru_s - known_s),
+                closes_of_bound=None if least_s is None else (lru_s - reload_s) / (lru_s - least_s),
+            )
+        )
+    return lines
 
 
-def run_access(names: list[str]) -> None:
+def tier_cells(seeds: range, names: list[str]) -> Iterator[Cell]:
+    """The modern mix on a device and its host, each tier under the same policy."""
+    for (device_share, share), name in product(TIER_SHARES, names):
+        yield partial(tier_cell, seeds, name, device_share, share)
+
+
+def tier_cell(seeds: range, name: str, device_share: float, share: float) -> list[Line]:
+    """One policy with one size of each tier."""
+    workloads = [modern_workload(seed) for seed in seeds]
+    found = [
+        simulate_tiers(
+            partial(make_policy, name),
+            one,
+            int(device_share * one.total_bytes),
+            int(share * one.total_bytes),
+        )
+        for one in workloads
+    ]
+    return [
+        {
+            "part": "tiers",
+            "scenario": "modern",
+            "device_share": device_share,
+            "share": share,
+            "policy": name,
+            "reload_s_per_request": fmean(one.reload_s_per_request for one in found),
+            "device_hit_ratio": fmean(one.device_hits / one.requests for one in found),
+            "host_hit_ratio": fmean(one.host_hits / one.requests for one in found),
+            "of_each_seed": [round(one.reload_s_per_request, 5) for one in found],
+        }
+    ]
+
+
+def access_cells(names: list[str]) -> Iterator[Cell]:
     """Processor time of an access, with evictions, in a cache of a fifth of 10,000 models."""
     rng = random.Random(0)
     entries = {
@@ -254,7 +273,7 @@ def run_access(names: list[str]) -> None:
     asked = rng.choices(list(entries), weights, k=60_000)
     capacity_bytes = sum(one.size_bytes for one in entries.values()) // 5
     for name in names:
-        emit(part="access", policy=name, **_access_cost(name, asked, entries, capacity_bytes))
+        yield partial(_access_cost, name, asked, entries, capacity_bytes)
 
 
 def _access_cost(
@@ -262,7 +281,7 @@ def _access_cost(
     asked: list[ModelName],
     entries: Mapping[ModelName, CatalogueEntry],
     capacity_bytes: int,
-) -> dict[str, float]:
+) -> list[Line]:
     """Microseconds for each access: told of it alone, and with room made and filled."""
     policy = make_policy(name, capacity_bytes)
     rules = EvictionRules(min_residency_s=0.0)
@@ -285,12 +304,27 @@ def _access_cost(
         resident[model] = copy_of(entries[model], float(now_s))
         policy.on_insert(resident[model], float(now_s))
     whole_s = time.process_time() - began_s
-    return {
-        "on_access_us": 1e6 * told_s / len(asked),
-        "with_room_us": 1e6 * whole_s / len(asked),
-        "evictions": float(evicted),
-        "models": float(ACCESS_MODELS),
-    }
+    return [
+        {
+            "part": "access",
+            "policy": name,
+            "on_access_us": 1e6 * told_s / len(asked),
+            "with_room_us": 1e6 * whole_s / len(asked),
+            "evictions": float(evicted),
+            "models": float(ACCESS_MODELS),
+        }
+    ]
+
+
+def worked(cells: list[Cell], jobs: int) -> Iterator[list[Line]]:
+    """What cells find, as they end."""
+    if jobs == 1:
+        for cell in cells:
+            yield cell()
+        return
+    with ProcessPoolExecutor(jobs) as workers:
+        for done in as_completed([workers.submit(cell) for cell in cells]):
+            yield done.result()
 
 
 def main() -> None:
@@ -302,21 +336,25 @@ def main() -> None:
     parser.add_argument(
         "--tuning", action="store_true", help="the seeds that policies are tuned on"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--scenarios", default=",".join(MODERN), help="of the modern mix")
     asked = parser.parse_args()
     names, parts = asked.policies.split(","), asked.parts.split(",")
     seeds = TUNED_ON if asked.tuning else REPORTED_ON
     seeds = seeds[: asked.seeds] if asked.seeds else seeds
-    runs: dict[str, Callable[[], None]] = {
-        "access": partial(run_access, names),
-        "modern": partial(run_modern, seeds, names, asked.scenarios.split(",")),
-        "tiers": partial(run_tiers, seeds, names),
-        "paper": partial(run_paper, seeds, names, None),
-        "paper-drift": partial(run_paper, seeds, names, DRIFT),
-        "drift": partial(run_drift, seeds, names),
+    runs: dict[str, Callable[[], Iterator[Cell]]] = {
+        "access": partial(access_cells, names),
+        "modern": partial(modern_cells, seeds, names, asked.scenarios.split(",")),
+        "tiers": partial(tier_cells, seeds, names),
+        "paper": partial(paper_cells, seeds, names, None),
+        "paper-drift": partial(paper_cells, seeds, names, DRIFT),
+        "drift": partial(drift_cells, seeds, names),
     }
-    for part in parts:
-        runs[part]()
+    cells = [cell for part in parts if part != "access" for cell in runs[part]()]
+    alone = worked(list(runs["access"]()), 1) if "access" in parts else iter(())
+    for lines in itertools.chain(alone, worked(cells, asked.jobs)):
+        for line in lines:
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

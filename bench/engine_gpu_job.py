@@ -49,7 +49,20 @@ SHAPES_TO_TRY = {
     }
 }
 SHAPES_TO_TRY |= dict.fromkeys(("tiny-fp8", "tiny-fp8-channel"), SHAPES_TO_TRY["tiny"])
+SHAPES_TO_TRY |= {
+    f"tiny-{times}": SHAPES_TO_TRY["tiny"] | {"intermediate_size": 256 * times} for times in (2, 3)
+}
 """For a machine without a GPU: everything but the speed."""
+SHAPES_TO_MIX = {
+    "2B": {
+        "num_layers": 24,
+        "hidden_size": 2048,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "intermediate_size": 5632,
+    }
+}
+"""Beside the others, where models of several sizes share a device."""
 KV_TOKENS = 98_304
 """Of either engine."""
 TOP = 5

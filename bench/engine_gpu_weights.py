@@ -15,6 +15,7 @@ from engine_gpu_job import (
     MAX_CONTEXT_TOKENS,
     QUANTIZED,
     SHAPES,
+    SHAPES_TO_MIX,
     SHAPES_TO_TRY,
     VOCAB_SIZE,
 )
@@ -54,7 +55,7 @@ def spec_of(shape: str) -> ModelSpec:
             scale_dtype=Dtype.FLOAT32,
             scale_suffix="weight_scale_inv" if scales is ScaleKind.BLOCK else "weight_scale",
         )
-    sizes: dict[str, Any] = (SHAPES | SHAPES_TO_TRY)[shape]
+    sizes: dict[str, Any] = (SHAPES | SHAPES_TO_MIX | SHAPES_TO_TRY)[shape]
     bare = ModelSpec(**common, **sizes, part_bytes=(0,) * (sizes["num_layers"] + 2))
     decoder = decoder_of(bare)
     of_parts = (

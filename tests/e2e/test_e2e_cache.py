@@ -99,19 +99,10 @@ def test_pins_in_the_way_are_named(system: RunningSystem) -> None:
     for name in pinned:
         system.cli("model", "pin", name)
 
-    def refused() -> APIStatusError | None:
-        """A pin counts for all services within a second of its answer: what was evicted before
-        that is loaded again.
-        """
-        for name in pinned:
-            complete(system, name)
-        try:
-            complete(system, other)
-        except APIStatusError as error:
-            return error if "unpin model-" in error.message else None
-        return None
-
-    error = eventually(refused, 180.0)
-    assert error.status_code == 503
+    for name in pinned:
+        complete(system, name)
+    with pytest.raises(APIStatusError, match="unpin model-") as refused:
+        complete(system, other)
+    assert refused.value.status_code == 503
     system.cli("model", "unpin", pinned[0])
     assert complete(system, other) == complete(system, pinned[1])

@@ -7,6 +7,7 @@ from pathlib import Path
 from pilotlight.checkpoint.digests import chunk_digest
 from pilotlight.common.clock import ManualClock
 from pilotlight.dataplane.chunk_fill import ChunkFill
+from pilotlight.dataplane.disk_books import NOBODY
 from pilotlight.dataplane.disk_tier import DiskEvent, DiskOrigin, DiskTier
 from pilotlight.dataplane.readers import ReadProgress
 from pilotlight.policy.ids import Digest
@@ -29,9 +30,9 @@ class Tier:
         )
         self.tier.open()
 
-    def store(self, content: bytes) -> Digest:
+    def store(self, content: bytes, model: Digest = NOBODY) -> Digest:
         digest = chunk_digest(content)
-        self.tier.write(digest, len(content), [memoryview(content)])
+        self.tier.write(digest, len(content), [memoryview(content)], model)
         return digest
 
     def read(self, digest: Digest, size_bytes: int) -> bytes:

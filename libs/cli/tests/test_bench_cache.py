@@ -1,12 +1,12 @@
 """``make bench-cache``: lines become measurements; ``make bench-cache-real``: which pairs count."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pilotlight.sim.cache.paper import Pairing, paper_workload
-from pilotlight.sim.cache.workload import Workload
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
@@ -16,15 +16,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
 
 
-def test_lines_become_measurements(capsys: pytest.CaptureFixture[str]) -> None:
-    from cache import DRIFT, measured, paper_cell
+def test_lines_become_measurements() -> None:
+    from cache import DRIFT, measured, paper_cell, worked
     from cache_results import measurements
 
-    def make(seed: int) -> Workload:
-        return paper_workload(Pairing.RANDOM, seed, drift=DRIFT)
-
+    make = partial(paper_workload, Pairing.RANDOM, drift=DRIFT)
     names = ["lru", "lfu"]
-    paper_cell(
+    cell = partial(
+        paper_cell,
         "drift",
         make,
         range(2),
@@ -34,7 +33,9 @@ def test_lines_become_measurements(capsys: pytest.CaptureFixture[str]) -> None:
         pairing="random",
         drift_s=DRIFT.period_s,
     )
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (lines,) = worked([cell], jobs=1)
+    assert list(worked([cell, cell], jobs=2)) == [lines, lines]
+    lines = json.loads(json.dumps(lines))
     (found,) = measurements(lines, {"commit": "abcdef0"})
     assert found["commit"] == "abcdef0"
     what = "periods of drift: seven models, large, random, drift each 300 s, cache of 60%"
@@ -46,6 +47,21 @@ def test_lines_become_measurements(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["samples"][name] == wanted
         assert found["policies"][name]["over_optimum"] > 1.0
     assert found["policies"]["lru"]["over_optimum"] < found["policies"]["lfu"]["over_optimum"]
+
+
+def test_results_are_lines_that_can_be_read() -> None:
+    from cache_results import LINE_WIDTH, readable
+
+    found = {
+        "benchmark": "cache",
+        "measurements": [
+            {"what": "ä" * 90, "samples": {"lru": [1.5] * 20, "none": []}, "no": None}
+        ],
+    }
+    text = readable(found)
+    assert json.loads(text) == found
+    assert max(map(len, text.splitlines())) <= LINE_WIDTH
+    assert '\n      "samples": {"lru": [1.5, ' in text
 
 
 def test_pairs_that_simulation_tells_apart_are_those_that_count() -> None:
@@ -73,3 +89,32 @@ def test_the_trace_is_that_of_its_seed_and_in_time() -> None:
     assert times == sorted(times)
     assert 0.0 <= times[0] < times[-1] <= 60.0
     assert {name for _, name in found} == {f"ember-{number}" for number in range(8)}
+
+
+def test_the_trace_of_models_that_share_a_gpu_asks_for_each() -> None:
+    from cache_gpu import MODELS, has_text, told, zipf_trace
+
+    trace = zipf_trace(MODELS, 150, 5)
+    assert trace == zipf_trace(MODELS, 150, 5) != zipf_trace(MODELS, 150, 6)
+    assert (len(trace), set(trace)) == (150, set(range(MODELS)))
+    counts = sorted((trace.count(number) for number in range(MODELS)), reverse=True)
+    assert counts[0] > 3 * counts[-1]
+    assert has_text(b'data: {"choices": [{"text": "a"}]}\n')
+    quiet = (b"\n", b"data: [DONE]\n", b'data: {"choices": [{"text": ""}]}\n', b'data: {"x": 1}')
+    assert not any(map(has_text, quiet))
+    assert told([0.1, 0.2, 0.3])["p50_ms"] == 200.0
+
+
+def test_a_variant_of_a_model_is_another_checkpoint_of_the_same_files(tmp_path: Path) -> None:
+    from cache_gpu import size_of, variant
+
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text('{"rope_theta": 1.0}')
+    made = variant(folder, 2)
+    assert variant(folder, 2) == made
+    assert (made / "model.safetensors").samefile(folder / "model.safetensors")
+    assert json.loads((made / "config.json").read_text()) == {"rope_theta": 3.0}
+    assert json.loads((folder / "config.json").read_text()) == {"rope_theta": 1.0}
+    assert size_of(made) == 7

@@ -11,6 +11,9 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.dataplane.disk_tier import DiskEvent
 from pilotlight.dataplane.disk_writer import DiskWriter
 from pilotlight.policy.cluster import OriginKind
+from pilotlight.policy.ids import Digest
+
+MODEL = Digest("ab" * 32)
 
 
 @pytest.fixture
@@ -32,12 +35,12 @@ class TestWriter:
         digests = [
             chunk_digest(whole[start:stop]) for start, stop in ((0, 4096), (4096, len(whole)))
         ]
-        writer.keep(digests[0], 0, 4096, OriginKind.SOURCE)
-        writer.keep(digests[1], 4096, len(whole) - 4096, OriginKind.PEER)
-        writer.keep(digests[0], 4096, 4096, OriginKind.SOURCE)
-        writer.keep(chunk_digest(b"other"), 0, 4096, OriginKind.SOURCE)
-        writer.keep(chunk_digest(b"on disk"), 0, 4096, OriginKind.DISK)
-        writer.keep(chunk_digest(b"beyond"), len(whole) - 10, 4096, OriginKind.SOURCE)
+        writer.keep(digests[0], 0, 4096, OriginKind.SOURCE, MODEL)
+        writer.keep(digests[1], 4096, len(whole) - 4096, OriginKind.PEER, MODEL)
+        writer.keep(digests[0], 4096, 4096, OriginKind.SOURCE, MODEL)
+        writer.keep(chunk_digest(b"other"), 0, 4096, OriginKind.SOURCE, MODEL)
+        writer.keep(chunk_digest(b"on disk"), 0, 4096, OriginKind.DISK, MODEL)
+        writer.keep(chunk_digest(b"beyond"), len(whole) - 10, 4096, OriginKind.SOURCE, MODEL)
         writer.start()
         while writer.waiting:
             os.sched_yield()
@@ -54,7 +57,7 @@ class TestWriter:
             one.tier, pool, SystemClock(), lambda event: one.events.update([event]), queue_chunks=2
         )
         for number in range(5):
-            writer.keep(chunk_digest(bytes(number)), 0, 64, OriginKind.SOURCE)
+            writer.keep(chunk_digest(bytes(number)), 0, 64, OriginKind.SOURCE, MODEL)
         assert one.events == {DiskEvent.DROPPED: 3}
         writer.stop()
 
@@ -70,7 +73,9 @@ class TestWriter:
         one.tier._count = count  # pyright: ignore[reportPrivateUsage]
         writer = DiskWriter(one.tier, pool, SystemClock(), count)
         writer.start()
-        writer.keep(chunk_digest(pool.read_bytes()[:UNIT_BYTES]), 0, UNIT_BYTES, OriginKind.SOURCE)
+        writer.keep(
+            chunk_digest(pool.read_bytes()[:UNIT_BYTES]), 0, UNIT_BYTES, OriginKind.SOURCE, MODEL
+        )
         while not seen:
             os.sched_yield()
         writer.stop()

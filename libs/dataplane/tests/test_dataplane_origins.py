@@ -358,7 +358,10 @@ async def test_keepers_hear_of_verified_chunks_and_of_where_they_came_from(
     kept: list[tuple[Digest, int, int, OriginKind]] = []
 
     class Keeping:
-        def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
+        def keep(
+            self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind, model: Digest
+        ) -> None:
+            assert model == registered.model.digest
             kept.append((digest, file_offset, size_bytes, kind))
 
     node = make_node(keepers=[Keeping()])

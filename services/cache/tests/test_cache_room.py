@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import URL, create_engine, delete, func, insert, select
+from sqlalchemy import URL, create_engine, delete, func, insert, select, update
 from sqlalchemy.pool import NullPool
 
 from pilotlight.cache.app import build
@@ -137,6 +137,41 @@ async def test_all_pinned_and_full_names_what_to_unpin(
         assert peers.given_up == []
     finally:
         await stop(application)
+        change(module_database, delete(tables.models))
+
+
+async def test_a_pin_counts_from_its_answer_on(
+    cache: Application, bus: Bus, peers: Peers, module_database: URL
+) -> None:
+    """The cache lists models each second; what was pinned since then stays all the same, on a
+    device and in a host pool, and what was unpinned since then may go.
+    """
+    loose = model("kept")
+    times = {"created_at": func.now(), "updated_at": func.now()}
+    row = {"name": loose.name, "digest": loose.digest, "body": to_row_json(loose)}
+    change(module_database, insert(tables.models).values(**row, **times))
+    by_name = tables.models.c.name == loose.name
+
+    def pin(pinned: bool) -> None:
+        body = to_row_json(replace(loose, pinned=pinned))
+        change(module_database, update(tables.models).where(by_name).values(body=body))
+
+    try:
+        idle = replace(stage("kept", 600), idle_s=60.0)
+        await heard(
+            bus, peers, idle, where=node(pool_bytes=MEMORY, copies=(copy("kept", size_bytes=600),))
+        )
+        pin(True)
+        with pytest.raises(NoRoom, match="unpin kept"):
+            await reserve(bus, "new", 500)
+        pin(False)
+        pin(True)
+        with pytest.raises(HostPoolFull, match="unpin kept"):
+            await reserve(bus, "new", 100, host=500)
+        assert (peers.given_up, peers.dropped) == ([], [])
+        pin(False)
+        assert (await reserve(bus, "new", 500)).evicted_instances == ("kept",)
+    finally:
         change(module_database, delete(tables.models))
 
 

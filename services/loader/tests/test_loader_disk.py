@@ -7,10 +7,13 @@ import pytest
 
 from pilotlight.checkpoint.manifest import Manifest
 from pilotlight.common.errors import DiskTierTaken, SourceChanged
+from pilotlight.common.messages.room import DISK_ORDER_SUBJECT, DiskOrder
 from pilotlight.common.store import manifest_key
 from pilotlight.common.testing import until
+from pilotlight.loader.disk import NodeDisk
 from pilotlight.loader.manifests import all_digests_key
 from pilotlight.loader.testing import ALL, Cluster, holds
+from pilotlight.policy.model import Model
 
 pytestmark = pytest.mark.anyio
 
@@ -62,3 +65,42 @@ async def test_what_is_on_the_disk_needs_no_source(cluster: Cluster) -> None:
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert await cluster.lease(model) == list(ALL)
     await until(torn.exists)
+
+
+async def test_the_cache_says_which_model_stays_on_the_disk(cluster: Cluster) -> None:
+    """There is room for one: the more important one stays, until the other one is."""
+    old, new = cluster.register("old"), cluster.register("new", intermediate_size=48)
+
+    def chunks(model: Model) -> int:
+        found = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
+        return sum(len(part.chunks) for part in found.parts)
+
+    def files() -> set[str]:
+        return {path.name for path in (cluster.folder / "tier").rglob("*.chunk")}
+
+    settled = chunks(old)
+    loader = await cluster.start(disk_tier_dir=cluster.folder / "tier")
+    disk = loader.application.components[0]
+    assert isinstance(disk, NodeDisk)
+
+    def count(event: str) -> float:
+        name = "pilotlight_disk_tier_chunks_total"
+        return loader.context.metrics.get_sample_value(name, {"event": event}) or 0
+
+    await cluster.bus.publish(DISK_ORDER_SUBJECT, DiskOrder(models=(new.digest, old.digest)))
+    await cluster.lease(old)
+    await cluster.heard.report(lambda report: len(files()) == settled)
+    before, disk.tier.limit_bytes = files(), disk.tier.used_bytes
+    await cluster.lease(new)
+    await until(lambda: count("outranked") > 0)
+    assert (files(), count("evicted")) == (before, 0)
+
+    await cluster.bus.publish(DISK_ORDER_SUBJECT, DiskOrder(models=(old.digest, new.digest)))
+
+    async def replaced() -> bool:
+        await cluster.drop(new.digest)
+        await cluster.lease(new)
+        return count("evicted") > 0
+
+    await until(replaced)
+    assert before - files()

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.service import Application
 from pilotlight.policy.cluster import HeldState
@@ -16,7 +17,7 @@ from pilotlight.policy.ids import RequestId
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.testing import model as a_model
-from pilotlight.scheduler.testing import DEADLINE_S, TRACE, Rig
+from pilotlight.scheduler.testing import DEADLINE_S, TRACE, TURN_S, Rig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 S = InstanceState
@@ -157,6 +158,26 @@ async def test_an_idle_instance_drains_to_zero_after_its_keep_alive(rig: Rig) ->
         "cold_start",
         "drain",
     ]
+
+
+async def test_a_pin_that_was_answered_just_now_keeps_an_instance(rig: Rig) -> None:
+    """Its event is still on its way: the plan does not know of it."""
+
+    async def pin(pinned: bool) -> None:
+        body = to_row_json(a_model(keep_alive_s=0.5, pinned=pinned))
+        async with rig.owner.unit_of_work() as work:
+            await work.connection.execute(update(tables.models).values(body=body))
+
+    ready = await rig.ready()
+    await rig.hold(ready.instance_id, H.READY, idle_s=0.0)
+    await pin(True)
+    rig.held[ready.instance_id] = replace(rig.held[ready.instance_id], idle_s=0.6)
+    with pytest.raises(TimeoutError):
+        await rig.passing(
+            lambda: rig.later(0.6), lambda: rig.instances(S.DRAINING), at_most_s=4 * TURN_S
+        )
+    await pin(False)
+    await rig.passing(lambda: rig.later(0.6), lambda: rig.instances(S.DRAINING))
 
 
 async def test_a_cold_start_that_nobody_waits_for_any_more_is_cancelled(rig: Rig) -> None:

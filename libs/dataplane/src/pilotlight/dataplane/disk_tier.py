@@ -5,18 +5,18 @@
     DIR/.lock                     held by the loader that uses the folder
     DIR/ab/abcdef….chunk          a chunk's bytes, as they lie in a part's image
     DIR/ab/abcdef….part           one that is being written; it is not read, and what a killed loader left is removed
+    DIR/models/                   whose the chunks are (disk_owners)
 
 A file gets its name when all of it was written, but nothing waits for the disk: after a power
 failure it may be torn. So every file is verified whenever it is read, and one that is not what its
-name says is removed. What was used last stays longest, also over a restart: a file's time of
-modification is when it was last used.
+name says is removed. What is least important by the cache's order goes first, of equals what was
+used the longest ago, also over a restart: a file's time of modification is when it was last used.
 """
 
 import fcntl
 import os
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import StrEnum
@@ -29,6 +29,8 @@ from pilotlight.checkpoint.manifest import CHUNK_BYTES, Chunk, Manifest
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DiskTierTaken
 from pilotlight.dataplane.chunk_fill import ChunkWork, MixedBytes, WrongBytes
+from pilotlight.dataplane.disk_books import NOBODY, DiskBooks
+from pilotlight.dataplane.disk_owners import note_owner, read_owners
 from pilotlight.dataplane.origin import NotHere, Origin
 from pilotlight.native.reads import FileSpan, FileTooShort
 from pilotlight.policy.cluster import OriginKind
@@ -55,6 +57,8 @@ class DiskEvent(StrEnum):
     """Its file was not what its name says, and was removed."""
     OVERTAKEN = "overtaken"
     """Its bytes had left the pool before they were written."""
+    OUTRANKED = "outranked"
+    """The disk is full of models that are more important."""
     DROPPED = "dropped"
     """There were too many before it, or the disk could not be written to."""
 
@@ -65,6 +69,10 @@ Count = Callable[[DiskEvent], None]
 
 class Unwritten(Exception):
     """A chunk was not stored, and nothing is wrong."""
+
+
+class Outranked(Unwritten):
+    """What is on the disk is more important."""
 
 
 class DiskTier:
@@ -79,21 +87,19 @@ class DiskTier:
         self._clock = clock
         self._count = count
         self._mutex = threading.Lock()
-        self._files: OrderedDict[Digest, int] = OrderedDict()
-        """Bytes that each takes, the least recently used first."""
-        self._used_bytes = 0
+        self._books = DiskBooks()
         self._lock_descriptor = -1
         self._off_until_s = float("-inf")
 
     @property
     def used_bytes(self) -> int:
         """What its files take of the disk. Never above the limit."""
-        return self._used_bytes
+        return self._books.used_bytes
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to be read."""
-        return not self._files
+        return not self._books
 
     @property
     def is_off(self) -> bool:
@@ -101,7 +107,7 @@ class DiskTier:
         return self._clock.monotonic_s() < self._off_until_s
 
     def __contains__(self, digest: Digest) -> bool:
-        return digest in self._files
+        return digest in self._books
 
     def open(self) -> None:
         """Lock the folder and take over what lies in it.
@@ -119,8 +125,7 @@ class DiskTier:
     def close(self) -> None:
         """Let another loader have the folder."""
         with self._mutex:
-            self._files.clear()
-            self._used_bytes = 0
+            self._books.clear()
             if self._lock_descriptor >= 0:
                 os.close(self._lock_descriptor)
                 self._lock_descriptor = -1
@@ -160,37 +165,59 @@ class DiskTier:
         finally:
             os.close(descriptor)
         with self._mutex:
-            if digest in self._files:
-                self._files.move_to_end(digest)
+            self._books.use(digest)
         self._count(DiskEvent.READ)
 
-    def write(self, digest: Digest, size_bytes: int, pieces: Iterable[memoryview]) -> None:
-        """Store a chunk, and give up others for it.
+    def follow(self, order: Iterable[Digest]) -> None:
+        """From now on models are worth what the cache says, the least important first."""
+        with self._mutex:
+            self._books.follow(order)
 
-        Its bytes are of this digest; ``pieces`` says so by ending without an error.
+    def use(self, digest: Digest, model: Digest) -> None:
+        """A chunk is a model's, too."""
+        with self._mutex:
+            self._books.use(digest, model)
+
+    def write(
+        self,
+        digest: Digest,
+        size_bytes: int,
+        pieces: Iterable[memoryview],
+        model: Digest = NOBODY,
+    ) -> None:
+        """Store a chunk, and give up less important ones for it.
+
+        Args:
+            digest: Of the chunk.
+            size_bytes: Its length.
+            pieces: Its bytes; that they are of this digest they say by ending without an error.
+            model: Whose it is.
 
         Raises:
+            Outranked: there is no room, but that of models which are more important.
             Unwritten: it was not stored.
         """
         taken = _on_disk(size_bytes)
-        if digest in self._files or taken > self.limit_bytes or self.is_off:
+        if digest in self._books or taken > self.limit_bytes or self.is_off:
             raise Unwritten
         try:
             if not self._is_ours():
                 self._open()
-            self._make_room(taken)
-            self._write(digest, taken, pieces)
+            self._make_room(taken, model)
+            self._write(digest, taken, pieces, model)
         except (OSError, DiskTierTaken) as error:
             self._turn_off(error)
             raise Unwritten from error
         self._count(DiskEvent.STORED)
 
-    def _write(self, digest: Digest, taken: int, pieces: Iterable[memoryview]) -> None:
+    def _write(
+        self, digest: Digest, taken: int, pieces: Iterable[memoryview], model: Digest
+    ) -> None:
         path = self._path(digest)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         making = path.with_suffix(".part")
         with self._mutex:
-            self._used_bytes += taken
+            self._books.used_bytes += taken
         try:
             descriptor = os.open(
                 making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -205,18 +232,22 @@ class DiskTier:
             making.rename(path)
         except BaseException:
             with self._mutex:
-                self._used_bytes -= taken
+                self._books.used_bytes -= taken
             making.unlink(missing_ok=True)
             raise
         with self._mutex:
-            self._files[digest] = taken
+            self._books.add(digest, model, taken)
+        note_owner(self.folder, digest, model)
 
-    def _make_room(self, taken: int) -> None:
-        while self._used_bytes + taken > self.limit_bytes:
+    def _make_room(self, taken: int, model: Digest | None = None) -> None:
+        """``model``: for whose chunk; None: for none, there is too much."""
+        while self.used_bytes + taken > self.limit_bytes:
             with self._mutex:
-                oldest = next(iter(self._files))
-            self._path(oldest).unlink(missing_ok=True)
-            self._forget(oldest, DiskEvent.EVICTED)
+                if model is not None and not self._books.gives_way_to(model):
+                    raise Outranked
+                victim = self._books.next()
+            self._path(victim).unlink(missing_ok=True)
+            self._forget(victim, DiskEvent.EVICTED)
 
     def _open(self) -> None:
         self.close()
@@ -233,16 +264,17 @@ class DiskTier:
             raise DiskTierTaken(f"another loader uses the disk tier {self.folder}") from error
         self._lock_descriptor = descriptor
         found = sorted(self._adopt())
+        owners = read_owners(self.folder, {digest for _, digest, _ in found})
         with self._mutex:
             for _, digest, taken in found:
-                self._files[digest] = taken
-                self._used_bytes += taken
+                self._books.add(digest, owners.get(digest, NOBODY), taken)
+                self._books.used_bytes += taken
         self._make_room(0)
         log.info(
             "disk tier opened",
             action="disk_tier_opened",
             folder=str(self.folder),
-            chunks=len(self._files),
+            chunks=len(self._books),
         )
 
     def _adopt(self) -> Iterator[tuple[int, Digest, int]]:
@@ -291,9 +323,8 @@ class DiskTier:
 
     def _forget(self, digest: Digest, event: DiskEvent) -> None:
         with self._mutex:
-            taken = self._files.pop(digest, None)
-            self._used_bytes -= taken or 0
-        if taken is not None:
+            was_here = self._books.remove(digest)
+        if was_here:
             self._count(event)
 
     def _turn_off(self, error: Exception) -> None:

@@ -22,7 +22,7 @@ import structlog
 
 from pilotlight.checkpoint.digests import UNIT_BYTES, chunk_digest_of, unit_digests
 from pilotlight.common.clock import Clock
-from pilotlight.dataplane.disk_tier import Count, DiskEvent, DiskTier, Unwritten
+from pilotlight.dataplane.disk_tier import Count, DiskEvent, DiskTier, Outranked, Unwritten
 from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.ids import Digest
 
@@ -40,8 +40,8 @@ NICE = 19
 """The least that the system knows; a thread's place in the queue of a disk goes by it, too."""
 STOP_S = 10.0
 
-_Note = tuple[Digest, int, int]
-"""Digest, offset in the pool's file, bytes."""
+_Note = tuple[Digest, int, int, Digest]
+"""Digest, offset in the pool's file, bytes, digest of the model."""
 
 
 class DiskWriter:
@@ -86,13 +86,18 @@ class DiskWriter:
         if self._thread is not None:
             self._thread.join(STOP_S)
 
-    def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
+    def keep(
+        self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind, model: Digest
+    ) -> None:
         """As ``Keeper.keep``."""
         self._heard_s = self._clock.monotonic_s()
-        if kind is OriginKind.DISK or digest in self._tier:
+        if digest in self._tier:
+            self._tier.use(digest, model)
+            return
+        if kind is OriginKind.DISK:
             return
         try:
-            self._notes.put_nowait((digest, file_offset, size_bytes))
+            self._notes.put_nowait((digest, file_offset, size_bytes, model))
         except Full:
             self._count(DiskEvent.DROPPED)
 
@@ -109,9 +114,11 @@ class DiskWriter:
             os.close(descriptor)
 
     def _keep(self, descriptor: int, note: _Note) -> None:
-        digest, _, size_bytes = note
+        digest, _, size_bytes, model = note
         try:
-            self._tier.write(digest, size_bytes, self._pieces(descriptor, note))
+            self._tier.write(digest, size_bytes, self._pieces(descriptor, note), model)
+        except Outranked:
+            self._count(DiskEvent.OUTRANKED)
         except Overtaken:
             self._count(DiskEvent.OVERTAKEN)
         except Unwritten:
@@ -120,7 +127,7 @@ class DiskWriter:
 
     def _pieces(self, descriptor: int, note: _Note) -> Iterator[memoryview]:
         """A chunk's bytes from the pool, unit by unit."""
-        digest, offset, size_bytes = note
+        digest, offset, size_bytes, _ = note
         buffer, units = memoryview(bytearray(min(UNIT_BYTES, size_bytes))), list[bytes]()
         for start in range(0, size_bytes, UNIT_BYTES):
             began_s = self._clock.monotonic_s()

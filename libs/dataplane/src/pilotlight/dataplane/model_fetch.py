@@ -346,6 +346,7 @@ class ModelFetch:
                 self._tools.pool.file_offset(image) + chunk.image_offset,
                 chunk.size_bytes,
                 kind,
+                self.model.digest,
             )
         if image.ready:
             del self._filling[image.part]

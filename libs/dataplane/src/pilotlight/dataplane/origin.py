@@ -84,7 +84,9 @@ class Nearby(Protocol):
 class Keeper(Protocol):
     """Keeps chunks that came from further away, so that they are nearer next time."""
 
-    def keep(self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind) -> None:
+    def keep(
+        self, digest: Digest, file_offset: int, size_bytes: int, kind: OriginKind, model: Digest
+    ) -> None:
         """A chunk was verified. Must not block.
 
         The bytes stay there as long as the copy does. A later reader has to verify them.
@@ -94,5 +96,6 @@ class Keeper(Protocol):
             file_offset: Where it lies in the pool's file, in bytes.
             size_bytes: Its length.
             kind: What it came from.
+            model: Of whose fetch.
         """
         ...

@@ -51,6 +51,8 @@ class Drain:
     """Its requests may run on for so long, then they go on elsewhere. None: until they end."""
     makes_way_for: ModelName | None = None
     """The model that waits for its room."""
+    unless_pinned: bool = False
+    """A pin that was not known yet when this was planned is in its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,10 +134,15 @@ def _shrink(
         key=lambda one: (one.state in SERVING, one.in_flight > 0, one.last_used_s, one.instance_id),
     )
 
-    def drain(instance: Instance, reason: str) -> None:
+    def drain(instance: Instance, reason: str, *, unless_pinned: bool = False) -> None:
         left.remove(instance)
         draft.drains.append(
-            Drain(instance_id=instance.instance_id, model=model.name, reason=reason)
+            Drain(
+                instance_id=instance.instance_id,
+                model=model.name,
+                reason=reason,
+                unless_pinned=unless_pinned,
+            )
         )
 
     for instance in left[: max(0, len(left) - bounds.max_instances)]:  # 2
@@ -150,7 +157,11 @@ def _shrink(
             if idle_s >= rules.cancel_after_s:
                 drain(instance, f"nobody has waited for it for {idle_s:.1f} s")
         elif instance.in_flight == 0 and idle_s >= bounds.keep_alive_s and not model.pinned:  # 4
-            drain(instance, f"idle for {idle_s:.1f} s, it is kept for {bounds.keep_alive_s:g} s")
+            drain(
+                instance,
+                f"idle for {idle_s:.1f} s, it is kept for {bounds.keep_alive_s:g} s",
+                unless_pinned=True,
+            )
     return left
 
 

@@ -286,6 +286,7 @@ def _drain(
         f"this one has served for {served_s:.1f} s, its load is owed {owed_s:.1f} s",
         within_s=max(patience_s, victim.load_s),
         makes_way_for=model.name,
+        unless_pinned=True,
     )
 
 

@@ -1,11 +1,13 @@
 """Wiring of the cache."""
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.disks import DiskOrders
 from pilotlight.cache.handlers import Handlers
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures, add_metrics
 from pilotlight.cache.pool import PublishedCopies
+from pilotlight.cache.registrations import Registrations
 from pilotlight.cache.repository import CacheRepository, retention
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
@@ -28,6 +30,7 @@ async def build(context: Context[CacheSettings]) -> Application:
     outbox = Outbox(database, context)
     measure(database, outbox, context.metrics)
     repository = CacheRepository(database)
+    registrations = Registrations(books, repository)
     rules = EvictionRules(min_residency_s=context.settings.min_residency_s)
     lending = LendingRules(kept_back_share=context.settings.kv_kept_back_share)
     lender = Lender(books, context.bus, context.clock, lending)
@@ -38,6 +41,7 @@ async def build(context: Context[CacheSettings]) -> Application:
     room = RoomMaker(
         books,
         repository,
+        registrations,
         context.bus,
         context.clock,
         context.background,
@@ -55,6 +59,18 @@ async def build(context: Context[CacheSettings]) -> Application:
         PruneMetrics(context.metrics),
         interval_s=context.settings.prune_interval_s,
     )
-    handlers = Handlers(context, books, repository, room, lender, keeper, measures, copies, pruner)
+    handlers = Handlers(
+        context,
+        books,
+        repository,
+        registrations,
+        room,
+        lender,
+        keeper,
+        measures,
+        copies,
+        DiskOrders(books, context.bus, context.clock),
+        pruner,
+    )
     sole = SoleHolder(context.settings, context.background, handlers.begin, handlers.end)
     return Application(components=[database, outbox, handlers, sole])

@@ -6,10 +6,12 @@ import structlog
 from prometheus_client import Counter
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.disks import DiskOrders
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import REPEAT_S, Lender
 from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.pool import PublishedCopies
+from pilotlight.cache.registrations import Registrations
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import CacheSettings
@@ -23,9 +25,7 @@ from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, every, woken
-from pilotlight.policy.eviction.candidates import registered
 from pilotlight.policy.ids import NodeId, WorkerId
-from pilotlight.policy.model import Model
 
 log = structlog.get_logger()
 
@@ -43,25 +43,28 @@ class Handlers:
         context: Context[CacheSettings],
         books: Books,
         repository: CacheRepository,
+        registrations: Registrations,
         room: RoomMaker,
         lender: Lender,
         keeper: Keeper,
         measures: CacheMeasures,
         copies: PublishedCopies,
+        disks: DiskOrders,
         pruner: Pruner,
     ) -> None:
         self._context = context
         self._books = books
         self._repository = repository
+        self._registrations = registrations
         self._room = room
         self._lender = lender
-        self._models: tuple[Model, ...] = ()
         self._keeper = keeper
         self._measures = measures
         self._workers: set[WorkerId] = set()
         """Workers whose loans may not be as they should be."""
         self._worker_reports = asyncio.Event()
         self._copies = copies
+        self._disks = disks
         self._pruner = pruner
         self._feed = RosterFeed(context.bus, context.clock, context.background, books.roster)
         self._feed.on_news(self._on_news)
@@ -104,7 +107,7 @@ class Handlers:
         self._books.grants = {
             grant.grant_id: grant for grant in await self._repository.open_grants(now_s)
         }
-        await self._read_models()
+        await self._registrations.follow()
         self._books.estimates = await self._repository.estimates()
         self._books.hear_epoch(await self._repository.leading_epoch())
         bus = self._context.bus
@@ -173,7 +176,7 @@ class Handlers:
     async def _sweep(self) -> None:
         async for _ in every(SWEEP_INTERVAL_S):
             try:
-                await self._read_models()
+                await self._registrations.follow()
                 await self._room.lapse()
                 await take_back_growth(self._books, self._repository, self._context.clock)
                 self._measures.follow()
@@ -188,6 +191,7 @@ class Handlers:
     async def _keep(self) -> None:
         try:
             await self._keeper.follow()
+            await self._disks.follow()
         except BusUnavailable as error:
             log.info("copies are kept later", action="keeping_deferred", error=error.message)
 
@@ -215,13 +219,6 @@ class Handlers:
                     action="estimates_deferred",
                     error=error.message,
                 )
-
-    async def _read_models(self) -> None:
-        models = await self._repository.models()
-        self._books.draining = await self._repository.drains()
-        if models is not self._models:
-            self._models = models
-            self._books.models = registered(models)
 
 
 async def _end(subscriptions: list[Subscription]) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from pilotlight.cache.books import Books
 from pilotlight.cache.keeper import Keeper
+from pilotlight.cache.registrations import Registrations
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
@@ -25,8 +27,14 @@ from pilotlight.common.messages.room import (
     drop_subject,
     give_up_subject,
 )
-from pilotlight.policy.cluster import Tier
-from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, Victim, plan_eviction
+from pilotlight.policy.cluster import NodeFacts, Tier
+from pilotlight.policy.eviction.base import (
+    EvictionPlan,
+    EvictionRules,
+    RoomRequest,
+    Victim,
+    plan_eviction,
+)
 from pilotlight.policy.ids import Digest, GrantId, InstanceId
 
 HOLDER_DEADLINE_S = 1.0
@@ -44,12 +52,24 @@ class Evicted:
     copies: list[Victim] = field(default_factory=list[Victim])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostRoom:
+    """What a stage takes of a host pool, and what is free there."""
+
+    node: NodeFacts
+    host_bytes: int
+    need_bytes: int
+    """Of them, what is not there yet."""
+    free_bytes: int
+
+
 class Holders:
     """Has workers and loaders give up what the policy chooses."""
 
     def __init__(
         self,
         books: Books,
+        registrations: Registrations,
         bus: Bus,
         clock: Clock,
         rules: EvictionRules,
@@ -60,6 +80,7 @@ class Holders:
 
         Args:
             books: what lies where.
+            registrations: pins, read before anything goes.
             bus: to workers and loaders.
             clock: for ages.
             rules: what may stay whatever the policy says.
@@ -67,6 +88,7 @@ class Holders:
             end_grants: forgets grants of what was given up.
         """
         self._books = books
+        self._registrations = registrations
         self._bus = bus
         self._clock = clock
         self._rules = rules
@@ -76,26 +98,7 @@ class Holders:
     async def make_device_room(self, request: Reserve, evicted: Evicted, held_bytes: int) -> None:
         """Room beside what the stage has already: ``held_bytes`` of an earlier generation."""
         for _ in range(MAX_ROUNDS):
-            now_s = self._clock.monotonic_s()
-            worker = self._books.worker(request.worker_id)
-            if worker is None:
-                raise NoWorker(f"worker {request.worker_id} does not report")
-            if request.device_bytes > worker.device.memory_bytes:
-                raise NoWorker(
-                    f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}"
-                )
-            wanted = RoomRequest(
-                need_bytes=max(0, request.device_bytes - held_bytes),
-                free_bytes=self._books.device_free_bytes(worker),
-                now_s=now_s,
-                protected=frozenset({request.instance_id, *request.protected}),
-            )
-            plan = plan_eviction(
-                self._books.policies.of(Tier.DEVICE),
-                wanted,
-                self._books.on_device(worker, now_s),
-                self._rules,
-            )
+            plan = await self._with_pins(partial(self._on_device, request, held_bytes))
             if not plan.enough:
                 raise NoRoom(
                     f"no room for {request.model} on {request.worker_id}: {plan.reason}",
@@ -128,6 +131,39 @@ class Holders:
             retry_after_s=1.0,
         )
 
+    async def _with_pins(self, plan: Callable[[], EvictionPlan]) -> EvictionPlan:
+        """As planned with all pins that an administrator has been answered.
+
+        Rows are read where something is to go, or a pin is in the way: not for room that is there.
+        """
+        found = plan()
+        if found.victims or found.unpin:
+            await self._registrations.follow()
+            found = plan()
+        return found
+
+    def _on_device(self, request: Reserve, held_bytes: int) -> EvictionPlan:
+        now_s = self._clock.monotonic_s()
+        worker = self._books.worker(request.worker_id)
+        if worker is None:
+            raise NoWorker(f"worker {request.worker_id} does not report")
+        if request.device_bytes > worker.device.memory_bytes:
+            raise NoWorker(
+                f"{request.device_bytes} bytes are needed; the device has {worker.device.memory_bytes}"
+            )
+        wanted = RoomRequest(
+            need_bytes=max(0, request.device_bytes - held_bytes),
+            free_bytes=self._books.device_free_bytes(worker),
+            now_s=now_s,
+            protected=frozenset({request.instance_id, *request.protected}),
+        )
+        return plan_eviction(
+            self._books.policies.of(Tier.DEVICE),
+            wanted,
+            self._books.on_device(worker, now_s),
+            self._rules,
+        )
+
     async def make_host_room(self, request: Reserve, evicted: Evicted) -> int:
         """Bytes that the stage's parts take of the pool, room for which is there now: enough in
         all, and in a row for each part.
@@ -138,31 +174,8 @@ class Holders:
         """
         fits, apart_bytes = False, 0
         for _ in range(MAX_HOST_ROUNDS):
-            now_s = self._clock.monotonic_s()
-            node = self._books.node(request.node_id)
-            if node is None:
-                raise NoWorker(f"the loader of node {request.node_id} does not report")
-            host_bytes = node.pool_room_bytes(request.host_part_bytes)
-            if host_bytes > node.pool_bytes:
-                raise HostPoolFull(
-                    f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}"
-                )
-            need_bytes = self._books.missing_host_bytes(node, request.digest, host_bytes)
-            free_bytes = self._books.host_free_bytes(node)
-            wanted = RoomRequest(
-                need_bytes=max(need_bytes, free_bytes + apart_bytes)
-                if apart_bytes
-                else need_bytes,  # 2, 1
-                free_bytes=free_bytes,
-                now_s=now_s,
-                protected=frozenset({request.digest}),
-            )
-            plan = plan_eviction(
-                self._books.policies.of(Tier.HOST),
-                wanted,
-                self._books.in_pool(node, now_s),
-                self._rules,
-            )
+            plan = await self._with_pins(partial(self._in_pool, request, apart_bytes))
+            room = self._host_room(request)
             if not plan.enough:
                 with suppress(BusUnavailable):
                     await self._keeper.yield_room(request.node_id)
@@ -171,18 +184,54 @@ class Holders:
                     f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0
                 )
             if not plan.victims and (
-                need_bytes == 0 or fits or self._books.is_in_a_row(node, need_bytes, free_bytes)
+                room.need_bytes == 0
+                or fits
+                or self._books.is_in_a_row(room.node, room.need_bytes, room.free_bytes)
             ):
-                return host_bytes
+                return room.host_bytes
             reply = await self._drop(request, plan.victims)
             evicted.copies += [victim for victim in plan.victims if victim.subject in reply.digests]
             fits = reply.fits
             apart_bytes = (
-                0 if fits else node.pool_room_bytes((max(request.host_part_bytes, default=1),))
+                0 if fits else room.node.pool_room_bytes((max(request.host_part_bytes, default=1),))
             )
         raise HostPoolFull(
             f"no room for {request.model} in the host pool: its copies are in use",
             retry_after_s=1.0,
+        )
+
+    def _host_room(self, request: Reserve) -> "_HostRoom":
+        node = self._books.node(request.node_id)
+        if node is None:
+            raise NoWorker(f"the loader of node {request.node_id} does not report")
+        host_bytes = node.pool_room_bytes(request.host_part_bytes)
+        if host_bytes > node.pool_bytes:
+            raise HostPoolFull(
+                f"{host_bytes} bytes are needed; the host pool has {node.pool_bytes}"
+            )
+        return _HostRoom(
+            node=node,
+            host_bytes=host_bytes,
+            need_bytes=self._books.missing_host_bytes(node, request.digest, host_bytes),
+            free_bytes=self._books.host_free_bytes(node),
+        )
+
+    def _in_pool(self, request: Reserve, apart_bytes: int) -> EvictionPlan:
+        """What makes room (1), or ``apart_bytes`` more than is free (2)."""
+        now_s, room = self._clock.monotonic_s(), self._host_room(request)
+        wanted = RoomRequest(
+            need_bytes=max(room.need_bytes, room.free_bytes + apart_bytes)
+            if apart_bytes
+            else room.need_bytes,
+            free_bytes=room.free_bytes,
+            now_s=now_s,
+            protected=frozenset({request.digest}),
+        )
+        return plan_eviction(
+            self._books.policies.of(Tier.HOST),
+            wanted,
+            self._books.in_pool(room.node, now_s),
+            self._rules,
         )
 
     async def _drop(self, request: Reserve, victims: tuple[Victim, ...]) -> Dropped:

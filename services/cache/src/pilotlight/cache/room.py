@@ -15,6 +15,7 @@ from pilotlight.cache.holders import HOLDER_DEADLINE_S, Evicted, Holders
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
+from pilotlight.cache.registrations import Registrations
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
@@ -53,6 +54,7 @@ class RoomMaker:
         self,
         books: Books,
         repository: CacheRepository,
+        registrations: Registrations,
         bus: Bus,
         clock: Clock,
         background: Background,
@@ -66,7 +68,7 @@ class RoomMaker:
         self._bus = bus
         self._clock = clock
         self._background = background
-        self._holders = Holders(books, bus, clock, rules, keeper, self._end)
+        self._holders = Holders(books, registrations, bus, clock, rules, keeper, self._end)
         self._lender = lender
         self._keeper = keeper
         self._measures = measures

@@ -170,7 +170,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
     )
     server = PoolServer(settings.socket, pool, copies, supervisor, reports=coalescing)
     verifications = Verifications(node_id, tools, manifests, context.background)
-    handlers = Handlers(context.bus, agent, verifications)
+    handlers = Handlers(context.bus, agent, verifications, disk.tier if disk is not None else None)
     first = [disk] if disk is not None else []
     second = [links] if links is not None else []
     keeper = PoolKeeper(pool, copies, settings)

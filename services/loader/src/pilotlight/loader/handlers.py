@@ -8,13 +8,14 @@ from pilotlight.common.messages.hold import (
     node_hold_subject,
     prefetch_subject,
 )
-from pilotlight.common.messages.room import Drop, drop_subject
+from pilotlight.common.messages.room import DISK_ORDER_SUBJECT, DiskOrder, Drop, drop_subject
 from pilotlight.common.messages.verify import (
     AskVerification,
     Verify,
     verification_subject,
     verify_subject,
 )
+from pilotlight.dataplane.disk_tier import DiskTier
 from pilotlight.loader.agent import Agent
 from pilotlight.loader.verifications import Verifications
 
@@ -22,10 +23,13 @@ from pilotlight.loader.verifications import Verifications
 class Handlers:
     """Listens to commands for this node."""
 
-    def __init__(self, bus: Bus, agent: Agent, verifications: Verifications) -> None:
+    def __init__(
+        self, bus: Bus, agent: Agent, verifications: Verifications, disk: DiskTier | None
+    ) -> None:
         self._bus = bus
         self._agent = agent
         self._verifications = verifications
+        self._disk = disk
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -46,6 +50,14 @@ class Handlers:
                 verification_subject(node_id), AskVerification, self._verifications.on_ask
             ),
         ]
+        if self._disk is not None:
+            self._subscriptions.append(
+                await self._bus.subscribe(DISK_ORDER_SUBJECT, DiskOrder, self._on_disk_order)
+            )
+
+    async def _on_disk_order(self, order: DiskOrder) -> None:
+        if self._disk is not None:
+            self._disk.follow(order.models)
 
     async def stop(self) -> None:
         """Listen no more."""

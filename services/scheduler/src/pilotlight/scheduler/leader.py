@@ -336,6 +336,8 @@ class Term:
         record = self.book.get(drain.instance_id)
         if record is None or not record.is_row:
             return
+        if drain.unless_pinned and await self._repository.is_pinned(drain.model):
+            return
         decision = Decision(
             decision_id=new_decision_id(),
             kind="drain",

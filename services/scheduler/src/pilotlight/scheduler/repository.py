@@ -174,6 +174,13 @@ class SchedulerRepository:
             timings=timings_of((row.key, row.body) for row in timings),
         )
 
+    async def is_pinned(self, model: ModelName) -> bool:
+        """Whether an administrator was answered that the model is pinned, however lately."""
+        pinned = tables.models.c.body["pinned"].as_boolean()
+        found = select(pinned).where(tables.models.c.name == model)
+        async with self._database.reading() as connection:
+            return bool((await connection.execute(found)).scalar_one_or_none())
+
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
         """Write a new instance, the decision that planned it, and its open cold start.
 

@@ -20,6 +20,8 @@ RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
 RELEASE_SUBJECT = "v1.cache.release"
 """Request/reply: ``Release`` → ``Released``."""
+DISK_ORDER_SUBJECT = "v1.cache.disk-order"
+"""``DiskOrder``, to all loaders."""
 
 
 def give_up_subject(worker_id: WorkerId) -> str:
@@ -125,3 +127,10 @@ class Dropped(Message, frozen=True, kw_only=True):
     digests: tuple[Digest, ...]
     fits: bool = True
     """Whether there is room now for what is wanted, each part in a row."""
+
+
+class DiskOrder(Message, frozen=True, kw_only=True):
+    """In which order disk tiers let go of models: each takes the place of the one before."""
+
+    models: tuple[Digest, ...]
+    """The least important first. One that is not named is less important than all of them."""
