@@ -147,6 +147,26 @@ def test_phases_are_laid_on_one_axis() -> None:
     assert bars_of([]) == ()
 
 
+def test_each_stage_of_a_group_has_its_lane() -> None:
+    """In the order of layers, behind what is of no stage."""
+    bars = bars_of(
+        [
+            phase("load", 12.0, 12.5) | {"lane": "10-16"},
+            phase("fetch", 10.5, 11.5, "loader") | {"lane": "10-16"},
+            phase("fetch", 11.0, 11.5, "loader") | {"lane": "4-10"},
+            phase("prefill", 13.0, 13.5) | {"lane": ""},
+            phase("fetch", 11.4, 11.5, "loader") | {"lane": "0-4"},
+        ]
+    )
+    assert [(bar.name, bar.lane) for bar in bars] == [
+        ("prefill", ""),
+        ("fetch", "0-4"),
+        ("fetch", "4-10"),
+        ("fetch", "10-16"),
+        ("load", "10-16"),
+    ]
+
+
 def test_phases_that_overlap_are_measured() -> None:
     bars = bars_of(
         [
