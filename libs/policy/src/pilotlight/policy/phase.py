@@ -13,8 +13,8 @@ class Moment:
 
 
 def first_layer(lane: str) -> int:
-    """Where a phase's lane stands among the others: by its stage's first layer, behind what is of no
-    stage.
+    """Where a phase's lane stands among the others: by its first layer, behind what has no
+    lane.
     """
     start = lane.partition("-")[0]
     return int(start) if start.isdecimal() else -1
