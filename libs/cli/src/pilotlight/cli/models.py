@@ -77,7 +77,7 @@ def show(client: AdminClient, *, as_json: bool) -> int:
         emit_json({"models": models, "instances": instances})
         return 0
     grows = any(one["state"] == "consolidating" for one in instances)
-    transfers = client.get("/transfers")["transfers"] if grows else []
+    transfers: list[dict[str, Any]] = client.get("/transfers")["transfers"] if grows else []
     rows = [
         (
             model["name"],
