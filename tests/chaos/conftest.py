@@ -37,13 +37,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             TALLY.tried_again += counts["tried_again"]
             TALLY.resumed += counts["resumed"]
             TALLY.resends += counts["resends"]
+        for counts in (value for name, value in report.user_properties if name == "groups"):
+            assert isinstance(counts, dict)
+            TALLY.groups += counts["schedules"]
+            TALLY.group_requests += counts["requests"]
         for counts in (value for name, value in report.user_properties if name == "transfers"):
             assert isinstance(counts, dict)
             TRANSFERS.take(counts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if TALLY.cells or TALLY.schedules:
+    if TALLY.cells or TALLY.schedules or TALLY.groups:
         terminalreporter.section("chaos")
         for row in TALLY.table() if TALLY.costs else ():
             terminalreporter.line(row)

@@ -103,6 +103,12 @@ def held(system: RunningSystem) -> dict[str, list[str]]:
     }
 
 
+def scheme_of(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stages with which a model's start began."""
+    (start,) = [one for one in decisions if one["kind"] == "cold_start"]
+    return start["outcome"]["scheme"]["placements"]
+
+
 @pytest.fixture(scope="module")
 def text(system: RunningSystem) -> str:
     """What the model says that one worker loaded alone."""
@@ -129,6 +135,14 @@ def test_two_nodes_bring_a_model_and_one_goes_on_with_it(system: RunningSystem, 
     assert said(system, "shared") == text
     with system.admin() as admin:
         decisions = admin.get("/decisions", params={"model": "shared"}).json()["decisions"]
+        start = admin.get(f"/cold-starts/{whole['instance_id']}").json()
+    ranges = [f"{one['stage']['start']}-{one['stage']['stop']}" for one in scheme_of(decisions)]
+    lanes = {
+        (phase["lane"], phase["process"])
+        for phase in start["phases"]
+        if phase["name"] in ("fetch", "load")
+    }
+    assert lanes == {(lane, by) for lane in ranges for by in ("loader", "worker")}
     kinds = {one["kind"] for one in decisions if one["instance_id"] == whole["instance_id"]}
     assert kinds == {"cold_start", "consolidation"}
     system.cli("model", "rm", "shared")

@@ -94,6 +94,35 @@ def gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Scripte
         thread.join()
 
 
+def test_a_group_that_becomes_one_worker_says_how_far_it_is(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, rest, whole = (
+        {"start": start, "stop": stop} for start, stop in ((0, 4), (4, 8), (0, 8))
+    )
+    placements = [
+        {"node_id": "a", "stage": whole, "held": short},
+        {"node_id": "b", "stage": rest, "held": rest},
+    ]
+    body = {"digest": "d1", "placements": placements}
+    gateway.answer("GET /models", {"models": [MODEL]})
+    gateway.answer(
+        "GET /instances",
+        {"instances": [{"model": "tiny", "state": "consolidating", "body": body}]},
+    )
+    coming = [
+        {"node_id": node, "digest": digest, "done_bytes": done, "total_bytes": 200}
+        for node, digest, done in (("a", "d1", 50), ("b", "d1", 199), ("a", "d2", 150))
+    ]
+    gateway.answer("GET /transfers", {"transfers": coming})
+    assert run(["model", "list"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "25%" in shown
+    gateway.answer("GET /transfers", {"transfers": coming[1:]})
+    assert run(["model", "list"]) == 0
+    assert "%" not in capsys.readouterr().out
+
+
 def test_models_are_listed(
     gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
 ) -> None:

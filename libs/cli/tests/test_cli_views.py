@@ -1,4 +1,4 @@
-"""What the commands show: checks of the machine, waterfalls, logs, plans of processes."""
+"""What the commands show: checks of the machine, traces, logs, plans of processes."""
 
 import json
 import os
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pilotlight.cli import logs, traces
 from pilotlight.cli.client import AdminClient
@@ -22,7 +21,6 @@ from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.output import show_table
 from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
 from pilotlight.cli.system import System
-from pilotlight.cli.waterfall import bars_of, draw, seconds_within
 from pilotlight.common.errors import BadRequest, NotFound
 
 ENDPOINTS = Endpoints(
@@ -35,16 +33,6 @@ def home(tmp_path: Path) -> Home:
     made = Home(tmp_path / "home")
     made.prepare()
     return made
-
-
-def shown(renderable: object, width: int = 100) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"), color_system=None)  # noqa: SIM115
-    console.print(renderable)
-    console.file.close()
-    return console.export_text()
-
-
-# doctor
 
 
 def test_every_check_says_what_to_do(home: Home) -> None:
@@ -115,73 +103,6 @@ def test_the_limits(tmp_path: Path) -> None:
 
 
 # waterfall and trace
-
-
-def phase(
-    name: str, start_s: float, end_s: float, process: str = "worker", wall_offset_s: float = 100.0
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "process": process,
-        "start_s": start_s,
-        "end_s": end_s,
-        "wall_offset_s": wall_offset_s,
-    }
-
-
-def test_phases_are_laid_on_one_axis() -> None:
-    bars = bars_of(
-        [
-            phase("load", 12.0, 12.5),
-            phase("fetch", 511.0, 511.5, "loader", wall_offset_s=-400.0),
-            phase("load", 11.5, 11.75),
-            phase("queue", 10.0, 10.5, "gateway"),
-        ]
-    )
-    assert [(bar.name, bar.process, bar.intervals) for bar in bars] == [
-        ("queue", "gateway", ((0.0, 0.5),)),
-        ("fetch", "loader", ((1.0, 1.5),)),
-        ("load", "worker", ((1.5, 1.75), (2.0, 2.5))),
-    ]
-    assert bars[2].total_s == 0.75
-    assert bars_of([]) == ()
-
-
-def test_phases_that_overlap_are_measured() -> None:
-    bars = bars_of(
-        [
-            phase("fetch", 10.0, 11.0, "loader"),
-            phase("fetch", 11.5, 12.0, "loader"),
-            phase("prefill", 9.5, 10.25),
-            phase("prefill", 10.75, 11.75),
-            phase("prefill", 11.7, 11.8, "another worker"),
-        ]
-    )
-    assert seconds_within(bars, "prefill", "fetch") == pytest.approx(0.25 + 0.25 + 0.3)
-    assert seconds_within(bars, "fetch", "prefill") == pytest.approx(0.8)
-    assert seconds_within(bars, "load", "fetch") == 0.0
-
-
-@pytest.mark.parametrize("width", [10, 60, 100, 200])
-def test_a_waterfall_fits_the_console(width: int) -> None:
-    record = {
-        "phases": [phase("fetch", 0.0, 0.25), phase("load", 0.25, 1.0)],
-        "ttft_s": 1.25,
-        "coverage": 0.987,
-    }
-    text = shown(draw(record, width), max(width, 60))
-    assert "1,250 ms" in text
-    assert "98.7%" in text
-    assert all(len(line.rstrip()) <= max(width, 60) for line in text.splitlines())
-    rows = {line.split()[0]: line for line in text.splitlines() if "█" in line}
-    assert rows.keys() == {"fetch", "load"}
-    assert rows["fetch"].index("█") < rows["load"].index("█")
-    assert 2 <= rows["load"].count("█") / rows["fetch"].count("█") <= 4
-
-
-def test_a_cold_start_that_is_not_done_can_be_drawn() -> None:
-    assert "no first token yet" in shown(draw({"phases": [], "ttft_s": None, "coverage": None}, 80))
-    assert "█" in shown(draw({"phases": [phase("fetch", 5.0, 5.0)]}, 80))
 
 
 def test_a_trace_shows_each_span_once_and_failures_in_red(

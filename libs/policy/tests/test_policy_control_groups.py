@@ -5,6 +5,8 @@ leader takes over.
 import math
 from dataclasses import replace
 
+import pytest
+
 from pilotlight.policy.cluster import Copy, HeldState, NodeFacts, Tier, Transfer
 from pilotlight.policy.coldstart.chosen import ChoiceRules
 from pilotlight.policy.coldstart.contention import FetchBooks, incoming, outgoing
@@ -120,6 +122,27 @@ def test_a_stage_hears_where_the_others_are_as_soon_as_they_say() -> None:
         ports[at] = 7000 + at
         plan = tick(facts(plan.books, at), plan.memory, rules)
         assert {one.worker_id for one in plan.tell.workers} == told
+
+
+@pytest.mark.parametrize("consolidate", [True, False])
+def test_groups_stay_as_they_are_where_that_is_set(consolidate: bool) -> None:
+    books = Books().put(Record(instance=_group(), model=model()))
+    told = ControlFacts(
+        now_s=NOW_S,
+        term=Term(
+            epoch=Epoch(1),
+            started_s=NOW_S - 10,
+            listening_since_s=NOW_S - 20,
+            deaf=False,
+            announced=True,
+        ),
+        books=books,
+        workers={WorkerId(f"w{at}"): view(at) for at in range(2)},
+        nodes={node().node_id: node()},
+        models={model().name: model()},
+    )
+    rules = ControlRules(reconcile=replace(RULES, term_started_s=NOW_S), consolidate=consolidate)
+    assert bool(tick(told, Memory(), rules).grow) is consolidate
 
 
 def test_only_groups_that_serve_grow() -> None:

@@ -74,6 +74,23 @@ def test_phases_of_hosts_whose_clocks_differ_lie_on_one_axis() -> None:
     assert chart.first_token_percent == 50
 
 
+def test_each_stage_of_a_group_has_its_lane() -> None:
+    """In the order of layers, behind what is of no stage."""
+    phases = [
+        phase("load", 12.0, 12.5) | {"lane": "10-16"},
+        phase("fetch", 10.5, 11.5, process="loader") | {"lane": "10-16"},
+        phase("fetch", 11.0, 11.5, process="loader") | {"lane": "4-10"},
+        phase("queue", 10.0, 11.0, process="gateway"),
+    ]
+    chart = of_cold_start({"phases": phases, "first_token_s": None, "wall_offset_s": None})
+    assert [(row.process, row.name) for row in chart.rows] == [
+        ("gateway", "queue"),
+        ("loader 4-10", "fetch"),
+        ("loader 10-16", "fetch"),
+        ("worker 10-16", "load"),
+    ]
+
+
 def test_what_goes_on_is_drawn_up_to_now() -> None:
     record = {"phases": [], "first_token_s": None, "wall_offset_s": None}
     assert of_cold_start(record).rows == ()

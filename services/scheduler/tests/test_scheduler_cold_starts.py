@@ -10,9 +10,11 @@ from pilotlight.common.db import tables
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState
-from pilotlight.policy.ids import RequestId
+from pilotlight.policy.ids import NodeId, RequestId, WorkerId
+from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import Phase, PhaseName
-from pilotlight.policy.plan import InstanceState
+from pilotlight.policy.plan import InstanceState, Placement
+from pilotlight.scheduler.cold_starts import lanes_of
 from pilotlight.scheduler.testing import DEADLINE_S, Rig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -47,6 +49,23 @@ async def test_what_is_sent_says_when_and_activation_begins_with_the_last_load(r
         loaded.at_s,
         pytest.approx(loaded.at_s + 0.21),
     )
+
+
+def at(worker: str, node: str, start: int, stop: int) -> Placement:
+    return Placement(
+        worker_id=WorkerId(worker),
+        node_id=NodeId(node),
+        stage=Stage(start, stop),
+        device_bytes=1,
+    )
+
+
+async def test_the_phases_of_a_group_say_of_which_stage_they_are() -> None:
+    group = (at("w0", "n0", 0, 4), at("w1", "n1", 4, 6), at("w2", "n1", 6, 8))
+    assert lanes_of(group) == {"w0": "0-4", "n0": "0-4", "w1": "4-6", "w2": "6-8"}, (
+        "a loader works for all stages of its node"
+    )
+    assert lanes_of(group[:1]) == {}
 
 
 async def test_a_finished_cold_start_teaches_the_estimate(rig: Rig) -> None:

@@ -7,13 +7,16 @@ import msgspec
 import pytest
 
 from pilotlight.common.errors import SourceUnavailable
+from pilotlight.common.messages.engine import StageFailed
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pipelines import PipelineLeft
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState, Member
-from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
+from pilotlight.policy.ids import Generation, InstanceId, NodeId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason
+from pilotlight.worker.engines.sim import SIM_PORT
+from pilotlight.worker.held import Held
 from pilotlight.worker.testing import INSTANCE, WORKER, MakeRig, Rig
 
 pytestmark = pytest.mark.anyio
@@ -165,3 +168,68 @@ async def test_a_stage_that_grew_with_parts_that_were_not_whole_fails(
     assert held is not None
     assert held.reason.startswith("source_changed")
     assert (await rig.submit()).code == "not_loaded"
+
+
+async def following(rig: Rig) -> tuple[Hold, Held]:
+    """The last one of two joined stages."""
+    first = Member(
+        worker_id=WorkerId("other"), node_id=NodeId("node-2"), stage=Stage(0, 1), host="h", port=7
+    )
+    last = Member(
+        worker_id=WORKER, node_id=NodeId("node-1"), stage=Stage(1, 2), host="h", port=SIM_PORT
+    )
+    hold = msgspec.structs.replace(rig.a_hold(), stage=Stage(1, 2), members=(first, last))
+    await rig.command(hold)
+    await rig.state(HeldState.READY)
+    held = rig.worker.stages.held[INSTANCE]
+    await until(lambda: held.joined)
+    return hold, held
+
+
+@pytest.mark.parametrize("how", ["left", "dropped"])
+async def test_a_stage_that_follows_drains_when_the_one_that_leads_is_through(
+    make_rig: MakeRig, how: str
+) -> None:
+    """Without it the requests of the one that leads would end; it has none of its own."""
+    rig = await make_rig()
+    hold, held = await following(rig)
+    await rig.command(msgspec.structs.replace(hold, generation=Generation(2), draining=True))
+    await rig.state(HeldState.DRAINING)
+    rig.worker.stages.on_requests_ended()
+    assert held.unloaded is None
+    if how == "left":
+        rig.worker.stages.on_pipeline_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"))
+    else:
+        await rig.command()
+    await rig.state(None)
+
+
+async def test_a_stage_that_drains_while_it_grows_ends_its_growth(
+    make_rig: MakeRig, leases: Any
+) -> None:
+    """Its engine would take the model over with parts that never come."""
+    rig = await make_rig()
+    await joined(rig)
+    leases.gate.clear()
+    longer = rig.a_hold(generation=2)
+    await rig.command(longer)
+    await rig.until(lambda: leases.open == 1)
+    stage = rig.worker.core.engine.main._stages[INSTANCE]
+    assert stage.target is not None
+    await rig.command(msgspec.structs.replace(longer, generation=Generation(3), draining=True))
+    await until(lambda: stage.target is None)
+    await rig.state(None)
+
+
+async def test_requests_of_a_stage_that_fails_while_it_drains_go_on_elsewhere(
+    make_rig: MakeRig,
+) -> None:
+    rig = await make_rig()
+    reached = await joined(rig)
+    assert (await rig.submit("req-last", max_tokens=10_000)).accepted
+    await rig.command(msgspec.structs.replace(reached, generation=Generation(2), draining=True))
+    await rig.state(HeldState.DRAINING)
+    failed = StageFailed(instance_id=INSTANCE, code="worker_lost", message="its growth is over")
+    rig.worker.stages.on_load_failed(failed)
+    assert (await rig.finish_of("req-last")).code == "not_loaded"
+    await rig.state(None)

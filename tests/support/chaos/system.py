@@ -9,8 +9,10 @@ import secrets
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -35,22 +37,36 @@ KEEP_ALIVE_S = 600.0
 class ChaosSystem:
     """One ``pilotlight up``, used for many cells."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        workers: int = WORKERS,
+        link: str = LINK,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start it.
+
+        Args:
+            arguments: more of ``pilotlight up``.
+            workers: of each node.
+            link: of each node.
+            environment: more of it.
+        """
         self._stack = ExitStack()
         self._numbers = itertools.count(1)
         self.folder = Path(tempfile.mkdtemp(prefix="pilotlight-chaos-"))
         os.chmod(self.folder, 0o711)
         mark = secrets.token_hex(8)
         # Set here as well: a process without a parent of ours is known by it.
-        environment = {MARK: mark, "PILOTLIGHT_FAULTS": FAULTS}
+        variables = {MARK: mark, "PILOTLIGHT_FAULTS": FAULTS, **environment}
         started = running(
             self.folder / "home",
             "--workers",
-            str(WORKERS),
+            str(workers),
             "--link",
-            LINK,
+            link,
             *arguments,
-            environment=environment,
+            environment=variables,
         )
         try:
             self.running: RunningSystem = self._stack.enter_context(started)

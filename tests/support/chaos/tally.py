@@ -36,6 +36,9 @@ class Tally:
     """Submits of schedules that went on after an attempt's tokens."""
     resends: int = 0
     """Resends that gateways asked for in schedules."""
+    groups: int = 0
+    """Schedules of groups of stages; a test says itself what was wrong in them."""
+    group_requests: int = 0
     costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
     """Of each cell that passed."""
 
@@ -59,6 +62,8 @@ class Tally:
             parts.append(
                 f"of schedules: {self.tried_again} tried again, {self.resumed} resumed, {self.resends} resends"
             )
+        if self.groups:
+            parts.append(f"of groups: {self.groups} schedules, {self.group_requests} requests")
         if self.costs:
             slowest = max(self.costs, key=lambda cell: self.costs[cell].healthy_s)
             parts.append(f"slowest recovery: {self.costs[slowest].healthy_s:.1f} s ({slowest})")

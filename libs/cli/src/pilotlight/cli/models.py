@@ -1,7 +1,7 @@
 """``pilotlight model …``."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -76,13 +76,17 @@ def show(client: AdminClient, *, as_json: bool) -> int:
     if as_json:
         emit_json({"models": models, "instances": instances})
         return 0
+    grows = any(one["state"] == "consolidating" for one in instances)
+    transfers: list[dict[str, Any]] = client.get("/transfers")["transfers"] if grows else []
     rows = [
         (
             model["name"],
             model["spec"]["architecture"],
             f"{sum(model['spec']['part_bytes']) / MIB:,.1f}",
             f"{model['slo']['ttft_ms']:g} / {model['slo']['tpot_ms']:g}",
-            _states([_told_state(one) for one in instances if one["model"] == model["name"]]),
+            _states(
+                [_told_state(one, transfers) for one in instances if one["model"] == model["name"]]
+            ),
         )
         for model in models
     ]
@@ -181,10 +185,28 @@ def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -
     return 1 if found["difference_count"] else 0
 
 
-def _told_state(instance: Mapping[str, Any]) -> str:
-    """With the number of its stages where it has several."""
-    stages = len(instance["body"]["placements"])
-    return instance["state"] + (f" ({stages} stages)" if stages > 1 else "")
+def _told_state(instance: Mapping[str, Any], transfers: Sequence[Mapping[str, Any]]) -> str:
+    """With the number of its stages where it has several, and how much of the model a stage that
+    grows has fetched.
+    """
+    placements = instance["body"]["placements"]
+    if len(placements) < 2:
+        return instance["state"]
+    grows = {
+        one["node_id"]
+        for one in placements
+        if one.get("held") is not None and one["held"] != one["stage"]
+    }
+    coming = [
+        one
+        for one in transfers
+        if one["node_id"] in grows and one["digest"] == instance["body"]["digest"]
+    ]
+    told = [f"{len(placements)} stages"]
+    if total := sum(one["total_bytes"] for one in coming):
+        done = min(sum(one["done_bytes"] for one in coming), total)
+        told.append(f"{done / total:.0%} of the rest fetched")
+    return f"{instance['state']} ({', '.join(told)})"
 
 
 def _states(states: list[str]) -> str:

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pilotlight.policy.coverage import union
+from pilotlight.policy.phase import first_layer
 
-LABELS_WIDTH = 30
+LABELS_WIDTH = 36
 """Columns before the axis: phase, process, milliseconds."""
 MIN_WIDTH = 20
 COLOURS = {
@@ -36,6 +37,8 @@ class Bar:
     name: str
     process: str
     intervals: tuple[tuple[float, float], ...]
+    lane: str = ""
+    """The layers of the stage that it is of, where several workers share a start."""
 
     @property
     def total_s(self) -> float:
@@ -44,23 +47,25 @@ class Bar:
 
 
 def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
-    """Group phases (as the admin API gives them) into bars, by first start; times of several hosts
-    are laid on one axis.
+    """Group phases (as the admin API gives them) into bars, by first start, those of each stage of
+    a group together; times of several hosts are laid on one axis.
     """
     if not phases:
         return ()
     origin_s = min(phase["start_s"] + phase["wall_offset_s"] for phase in phases)
-    grouped: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    grouped: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for phase in phases:
         shift_s = phase["wall_offset_s"] - origin_s
-        grouped.setdefault((phase["name"], phase["process"]), []).append(
+        grouped.setdefault((phase["name"], phase["process"], phase.get("lane", "")), []).append(
             (phase["start_s"] + shift_s, phase["end_s"] + shift_s)
         )
     bars = [
-        Bar(name, process, tuple(sorted(intervals)))
-        for (name, process), intervals in grouped.items()
+        Bar(name, process, tuple(sorted(intervals)), lane)
+        for (name, process, lane), intervals in grouped.items()
     ]
-    return tuple(sorted(bars, key=lambda bar: (bar.intervals[0][0], bar.name)))
+    return tuple(
+        sorted(bars, key=lambda bar: (first_layer(bar.lane), bar.intervals[0][0], bar.name))
+    )
 
 
 def seconds_within(bars: Sequence[Bar], name: str, outer: str) -> float:
@@ -89,7 +94,9 @@ def draw(cold_start: Mapping[str, Any], console_width: int) -> RenderableType:
     table.add_column(f"0 {'─' * (width - len(end) - 3)} {end}", no_wrap=True)
     for bar in bars:
         row = Text(_strip(bar, span_s, width), style=COLOURS.get(bar.name, "white"))
-        table.add_row(bar.name, bar.process, f"{bar.total_s * 1000:,.1f}", row)
+        table.add_row(
+            bar.name, f"{bar.process} {bar.lane}".strip(), f"{bar.total_s * 1000:,.1f}", row
+        )
     ttft = cold_start.get("ttft_s")
     coverage = cold_start.get("coverage")
     summary = (

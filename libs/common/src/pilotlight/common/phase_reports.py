@@ -25,7 +25,9 @@ KEEP_FOR_S = 60.0
 """A report that no leader has taken by then is dropped: its cold start was judged without it."""
 
 
-def reported_phases(bus: Bus, clock: Clock, background: Background, process: str) -> PhaseRecorder:
+def reported_phases(
+    bus: Bus, clock: Clock, background: Background, process: str, place: str = ""
+) -> PhaseRecorder:
     """A recorder whose phases are sent to the leader in the background.
 
     Args:
@@ -33,16 +35,18 @@ def reported_phases(bus: Bus, clock: Clock, background: Background, process: str
         clock: what phases are measured by.
         background: owns the task that sends.
         process: the kind of process that measures, as it stands in the record.
+        place: see ``PhaseReport``.
     """
     recorder = PhaseRecorder(clock, process)
-    background.spawn("phase reports", _Sender(bus, clock, recorder).run())
+    background.spawn("phase reports", _Sender(bus, clock, recorder, place).run())
     return recorder
 
 
 class _Sender:
     """Sends what is recorded as ``PhaseReport``, one instance after the other."""
 
-    def __init__(self, bus: Bus, clock: Clock, recorder: PhaseRecorder) -> None:
+    def __init__(self, bus: Bus, clock: Clock, recorder: PhaseRecorder, place: str) -> None:
+        self._place = place
         self._bus = bus
         self._clock = clock
         self._recorder = recorder
@@ -73,7 +77,10 @@ class _Sender:
                 continue  # It was dropped meanwhile: too many wait.
             phases = tuple(dict.fromkeys(taken.phases))
             report = PhaseReport(
-                instance_id=instance_id, phases=phases, first_token=taken.first_token
+                instance_id=instance_id,
+                phases=phases,
+                first_token=taken.first_token,
+                place=self._place,
             )
             try:
                 await self._bus.request(

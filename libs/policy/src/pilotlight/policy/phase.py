@@ -12,6 +12,14 @@ class Moment:
     wall_offset_s: float
 
 
+def first_layer(lane: str) -> int:
+    """Where a phase's lane stands among the others: by its first layer, behind what has no
+    lane.
+    """
+    start = lane.partition("-")[0]
+    return int(start) if start.isdecimal() else -1
+
+
 class PhaseName(StrEnum):
     """Named parts of a cold start. All but ``queue`` count as work."""
 
@@ -44,3 +52,6 @@ class Phase:
     wall_offset_s: float
     process: str
     detail: str = ""
+    lane: str = ""
+    """Of a start that several workers share: the layers of the stage that it is of, ``0-4``.
+    Empty: of no stage in particular."""

@@ -115,7 +115,8 @@ async def build(context: Context[LoaderSettings]) -> Application:
     disk = await open_disk(context, pool, metrics)
     manifests = StoredManifests(context.store, context.background)
     links = find_links(context, node_id, metrics)
-    tools = _tools(context, pool, disk, links, manifests, await asyncio.to_thread(native_reads))
+    native = await asyncio.to_thread(native_reads)
+    tools = _tools(context, node_id, pool, disk, links, manifests, native)
     copies = HostCopies(tools, context.background, observer)
     if links is not None:
         links.listen(pool, tools, copies)
@@ -228,6 +229,7 @@ async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:
 
 def _tools(
     context: Context[LoaderSettings],
+    node_id: NodeId,
     pool: HostPool,
     disk: NodeDisk | None,
     links: NodeLinks | None,
@@ -261,7 +263,7 @@ def _tools(
         distrusted=Distrusted(context.clock),
         faults=Faults.parse(settings.faults),
         clock=context.clock,
-        phases=reported_phases(context.bus, context.clock, context.background, "loader"),
+        phases=reported_phases(context.bus, context.clock, context.background, "loader", node_id),
         native=native,
         nearby=nearby,
         keepers=(disk.writer,) if disk is not None else (),

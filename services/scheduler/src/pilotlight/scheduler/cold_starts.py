@@ -3,9 +3,11 @@ token, learns from it.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
@@ -20,7 +22,7 @@ from pilotlight.policy.estimates import learn, with_estimates
 from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.phase import Moment, PhaseName
-from pilotlight.policy.plan import Estimates, Instance
+from pilotlight.policy.plan import Estimates, Instance, Placement
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import (
@@ -47,6 +49,8 @@ class _Kept:
     shared: bool = False
     """Several workers began with a part of the model each: what that took says nothing of a start
     on one."""
+    lanes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of a group: the layers at each worker and at each node, by id."""
 
 
 class ColdStarts:
@@ -82,6 +86,7 @@ class ColdStarts:
             self._clock.monotonic_s() if record.closed else None,
             record,
             shared=entry is not None and _is_shared(entry.instance),
+            lanes=lanes_of(entry.instance.placements) if entry is not None else {},
         )
 
     def dispatched(
@@ -133,7 +138,7 @@ class ColdStarts:
         """
         kept = self._kept.get(report.instance_id)
         if kept is not None:
-            kept.record = reported(kept.record, report)
+            kept.record = reported(kept.record, _in_lane(report, kept.lanes.get(report.place, "")))
             await self._save(kept)
         return PhasesKept()
 
@@ -225,6 +230,30 @@ class ColdStarts:
             if figures is not None
             else {},
         )
+
+
+def lanes_of(placements: Iterable[Placement]) -> dict[str, str]:
+    """The layers at each worker of a group and at each node, by id; empty for one worker alone.
+
+    A node with several stages has no lane of its own: what its loader does is of all of them.
+    """
+    stages = list(placements)
+    if len(stages) < 2:
+        return {}
+    lanes = {one.worker_id: f"{one.stage.start}-{one.stage.stop}" for one in stages}
+    on_node = Counter(one.node_id for one in stages)
+    return {
+        **lanes,
+        **{one.node_id: lanes[one.worker_id] for one in stages if on_node[one.node_id] == 1},
+    }
+
+
+def _in_lane(report: PhaseReport, lane: str) -> PhaseReport:
+    if not lane:
+        return report
+    return msgspec.structs.replace(
+        report, phases=tuple(replace(one, lane=lane) for one in report.phases)
+    )
 
 
 def _is_shared(instance: Instance) -> bool:

@@ -41,5 +41,6 @@ def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules
             ),
         ),
         drain=DrainRules(replace_within_s=settings.drain_replace_s, placement=placement),
+        consolidate=settings.consolidate,
         turns=TurnRules(patience_slo_factor=settings.patience_slo_factor, placement=placement),
     )

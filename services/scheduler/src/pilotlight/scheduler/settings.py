@@ -40,6 +40,11 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, Pru
         description="Workers that may share a start of one model: each, on a node of its own, brings a range of its layers, and the first "
         "then takes on the whole model. 1: every start has one worker.",
     )
+    consolidate: bool = Field(
+        True,
+        description="Workers that share a start become one: the first takes on the whole model while it serves, and the others are "
+        "free again. Else each keeps its layers for as long as the instance lasts.",
+    )
     decision_log_dir: Path | None = Field(
         None,
         description="Folder for the decision log, which `pilotlight replay` reads. Unset: none is kept.",

@@ -51,7 +51,8 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
     names = [worker_id_of(node_id, index) for index in range(simulated or 1)]
     if settings.worker_id and simulated is None:
         names = [WorkerId(settings.worker_id)]
-    builder = _Builder(context, kind, node_id, simulated or settings.workers)
+    place = names[0] if len(names) == 1 else ""
+    builder = _Builder(context, kind, node_id, simulated or settings.workers, place)
     await builder.open()
     components: list[Component] = []
     workers: list[Worker] = []
@@ -74,8 +75,22 @@ class _Builder:
     """Makes workers that share a process."""
 
     def __init__(
-        self, context: Context[WorkerSettings], kind: DeviceKind, node_id: NodeId, sharing: int
+        self,
+        context: Context[WorkerSettings],
+        kind: DeviceKind,
+        node_id: NodeId,
+        sharing: int,
+        place: str,
     ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            context: Of the process.
+            kind: Of its devices.
+            node_id: Where it runs.
+            sharing: Workers that share the machine.
+            place: Of the phases that it reports.
+        """
         settings = context.settings
         self._context = context
         self._kind = kind
@@ -88,7 +103,9 @@ class _Builder:
         self._faults = Faults.parse(settings.faults)
         self._metrics = WorkerMetrics(context.metrics)
         self._vocabularies = Vocabularies(context.store)
-        self._phases = reported_phases(context.bus, context.clock, context.background, "worker")
+        self._phases = reported_phases(
+            context.bus, context.clock, context.background, "worker", place
+        )
 
     async def open(self) -> None:
         self._bucket = await self._context.bus.bucket(WORKERS)

@@ -63,6 +63,8 @@ class Held:
     """Done when the engine has freed it; set while that is asked."""
     lost: bool = False
     """Its engine died."""
+    joined: bool = False
+    """It is one of a pipeline."""
     loan: StageLoan = field(default_factory=StageLoan)
 
     @property
@@ -72,6 +74,11 @@ class Held:
         The engine says whether it can: of a whole model, or of a stage that leads a pipeline.
         """
         return self.open and self.state in (HeldState.LOADING, HeldState.READY)
+
+    @property
+    def follows(self) -> bool:
+        """Another stage of its pipeline has the requests, and may want it for them."""
+        return self.joined and self.hold.stage.start > 0
 
     def has_kv(self, kv_capacity_tokens: int) -> None:
         """The engine says for how many tokens its grant has room; nothing new, where more is lent

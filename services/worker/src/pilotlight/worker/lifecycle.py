@@ -178,6 +178,12 @@ def plan(
     return _with_room(held, so_far, missing, tuple(returning), device_bytes)
 
 
+def drain_of(desired: Iterable[Hold], instance_id: InstanceId) -> Hold | None:
+    """A command's word that a stage is to drain; None: it does not say so."""
+    drains = (hold for hold in desired if hold.draining and hold.instance_id == instance_id)
+    return next(drains, None)
+
+
 def _with_room(
     held: Mapping[InstanceId, HeldView],
     so_far: HoldPlan,

@@ -18,7 +18,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.messages.engine import StageFailed, StageLoaded, StageOpened, StageRefused
 from pilotlight.common.messages.hold import Hold, WorkerHold
-from pilotlight.common.messages.pipelines import PipelineLeft, StageGrown
+from pilotlight.common.messages.pipelines import PipelineLeft, StageConnected, StageGrown
 from pilotlight.common.newest import Newest
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Epoch, InstanceId
@@ -27,7 +27,7 @@ from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held, placed_at
 from pilotlight.worker.held_table import HeldTable
 from pilotlight.worker.lending import Lending
-from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, plan
+from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, drain_of, plan
 from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.unloads import Unloads
 
@@ -102,6 +102,7 @@ class Stages:
             return
         self._desired = command.holds
         self.reconcile(asked_s)
+        self.on_requests_ended()
 
     def reconcile(self, asked_s: float | None = None) -> None:
         """Do what is missing between held and desired; nothing, when nothing is.
@@ -155,14 +156,8 @@ class Stages:
         unloading = [held.unloaded for held in leaving if held.unloaded is not None]
         if unloading:
             await asyncio.wait(unloading, timeout=UNLOAD_DEADLINE_S)
-        return (
-            *freed,
-            *(
-                held.hold.instance_id
-                for held in leaving
-                if held.unloaded is None or held.unloaded.done()
-            ),
-        )
+        done = (one for one in leaving if one.unloaded is None or one.unloaded.done())
+        return (*freed, *(held.hold.instance_id for held in done))
 
     def on_opened(self, event: StageOpened) -> None:
         """The engine takes requests for a stage."""
@@ -182,12 +177,15 @@ class Stages:
     def on_load_failed(self, event: StageFailed) -> None:
         """The engine cannot load it; its memory is free."""
         held = self.held.get(event.instance_id)
+        error = error_of(event.code, event.message)
         if held is not None and held.loaded is not None and not held.loaded.done():
-            held.loaded.set_exception(error_of(event.code, event.message))
+            held.loaded.set_exception(error)
         elif held is not None and held.state is HeldState.READY:
-            error = error_of(event.code, event.message)
             held.hear_grown(error)
             self._fail(held, error)
+        elif held is not None and held.state is HeldState.DRAINING:
+            self._settled(event.instance_id, NotLoaded(f"its growth failed: {event.message}"))
+            self._unload_if_idle(held)
 
     def on_growth(self, event: StageGrown | StageRefused) -> None:
         """The engine runs a longer range; or it cannot do what was asked for a stage, which stays
@@ -198,6 +196,11 @@ class Stages:
                 event if isinstance(event, StageGrown) else error_of(event.code, event.message)
             )
 
+    def on_joined(self, event: StageConnected) -> None:
+        """A stage is one of a pipeline."""
+        if (held := self.held.get(event.instance_id)) is not None:
+            held.joined = True
+
     def on_pipeline_left(self, event: PipelineLeft) -> None:
         """A stage is in no pipeline any more, and serves nothing until it is joined again
         (``Groups``).
@@ -205,11 +208,13 @@ class Stages:
         One that is to have the whole model goes on alone: it serves.
         """
         held = self.held.get(event.instance_id)
-        if held is not None and (
-            held.growing is None or held.growing.stage != held.growing.model.spec.whole
-        ):
+        if held is None:
+            return
+        held.joined = False
+        if held.growing is None or held.growing.stage != held.growing.model.spec.whole:
             held.open = False
             self._core.changed.set()
+        self._unload_if_idle(held)
 
     def on_unloaded(self, instance_id: InstanceId) -> None:
         """The engine has freed it."""
@@ -227,7 +232,7 @@ class Stages:
             instance_id = held.hold.instance_id
             if instances is not None and instance_id not in instances:
                 continue
-            held.lost = True
+            held.lost, held.joined = True, False
             if held.loaded is not None and not held.loaded.done():
                 held.loaded.set_exception(error)
             elif held.state is HeldState.READY:
@@ -349,14 +354,7 @@ class Stages:
     def _let_go(self, instance_id: InstanceId) -> bool:
         """True when it is gone at once, because it took no memory."""
         held = self.held[instance_id]
-        drained = next(
-            (
-                hold
-                for hold in self._desired or ()
-                if hold.draining and hold.instance_id == instance_id
-            ),
-            None,
-        )
+        drained = drain_of(self._desired or (), instance_id)
         if drained is not None:
             self.held.remember_gone(held.hold)
             within_s = math.inf if drained.drain_within_s is None else drained.drain_within_s
@@ -368,14 +366,24 @@ class Stages:
         self.held.move(held, HeldEvent.LET_GO)
         if loading is not None:
             loading.cancel()
+            error = NotLoaded("its load was called off")
             if unsure:
-                self._settled(instance_id, NotLoaded("its load was called off"))
+                self._settled(instance_id, error)
+            else:
+                # Else its engine would wait for parts when the others of its pipeline leave.
+                self._core.background.spawn(
+                    f"call off {instance_id}", self._loader.call_off(instance_id, error)
+                )
         self._unload_if_idle(held)
         return False
 
     def _unload_if_idle(self, held: Held) -> None:
-        busy = self._core.table.in_flight(held.hold.instance_id) > 0
-        if held.state is HeldState.DRAINING and held.unloaded is None and not busy:
+        """One that drains stays for the requests of the stage that leads, while that one has it."""
+        instance_id = held.hold.instance_id
+        if held.state is not HeldState.DRAINING or held.unloaded is not None:
+            return
+        wanted = held.follows and drain_of(self._desired or (), instance_id) is not None
+        if not wanted and self._core.table.in_flight(instance_id) == 0:
             self._unload(held)
 
     def _unload(self, held: Held) -> None:

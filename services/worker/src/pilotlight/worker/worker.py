@@ -282,6 +282,8 @@ class Worker:
                 self._groups.on_refused(event)
             case StageResized():
                 self.stages.lending.on_resized(event)
+            case StageConnected():
+                self.stages.on_joined(event)
             case PipelineLeft():
                 self._groups.on_left(event)
                 self.stages.on_pipeline_left(event)
@@ -294,14 +296,7 @@ class Worker:
                 self.stages.lending.on_prefilled(event.instance_id)
             case EngineDied():
                 self._on_death(event)
-            case (
-                EngineUp()
-                | SpareReady()
-                | EngineFault()
-                | StageConnected()
-                | KvExported()
-                | RequestReleased()
-            ):
+            case EngineUp() | SpareReady() | EngineFault() | KvExported() | RequestReleased():
                 pass
 
     def _on_step(self, step: StepDone, sampled: Moment | None) -> None:

@@ -29,6 +29,9 @@ class PhaseReport(Message, frozen=True, kw_only=True):
     instance_id: InstanceId
     phases: tuple[Phase, ...]
     first_token: FirstToken | None = None
+    place: str = ""
+    """The worker or the node that measured, by id. Empty: neither, or a release that does not
+    say."""
 
 
 class PhasesKept(Message, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ class ControlRules:
     scheme: SchemeRules = field(default_factory=SchemeRules)
     drain: DrainRules = field(default_factory=DrainRules)
     turns: TurnRules = field(default_factory=TurnRules)
+    consolidate: bool = True
+    """Groups become whole instances; else each stays as its start made it."""
     max_tries: int = 3
     """Workers that are asked for room in one attempt; the next attempt sees newer reports."""
     retry_first_s: float = 0.1

@@ -94,7 +94,8 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
         facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
     )
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 7
-    grown = plan_growth(draft.books.records[one] for one in draft.seen(look.instances))  # 8
+    changed = (draft.books.records[one] for one in draft.seen(look.instances))
+    grown = plan_growth(changed) if rules.consolidate else ()  # 8
     told = telling(draft, memory, look)  # 9
     restless = draft.decided | Focus(
         models=frozenset({*starts, *(one.model for one in scaled.held)})

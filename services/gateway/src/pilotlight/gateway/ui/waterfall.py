@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from pilotlight.policy.coverage import union
+from pilotlight.policy.phase import first_layer
 
 MIN_WIDTH_PERCENT = 0.15
 """So that what took a moment can be seen."""
@@ -70,6 +71,8 @@ class Interval:
     end_s: float
     detail: str = ""
     open: bool = False
+    lane: str = ""
+    """The layers of the stage that it is of, where several workers share a start."""
 
 
 def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) -> Chart:
@@ -88,6 +91,7 @@ def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) 
             start_s=phase["start_s"] + phase["wall_offset_s"],
             end_s=phase["end_s"] + phase["wall_offset_s"],
             detail=phase["detail"],
+            lane=phase.get("lane", ""),
         )
         for phase in record["phases"]
     ]
@@ -99,18 +103,20 @@ def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) 
 
 
 def chart_of(intervals: Sequence[Interval], first_token_s: float | None = None) -> Chart:
-    """Rows by process and name, processes in the order of a request's way, names by first start."""
+    """Rows by process and name, processes in the order of a request's way, names by first start;
+    then those of each stage, in the order of layers, where several workers share a start.
+    """
     if not intervals:
         return Chart(rows=(), length_s=0.0, ticks=())
     origin_s = min(one.start_s for one in intervals)
     ends = [one.end_s for one in intervals] + ([first_token_s] if first_token_s else [])
     length_s = max(max(ends) - origin_s, 1e-6)
-    grouped: dict[tuple[str, str], list[Interval]] = {}
+    grouped: dict[tuple[str, str, str], list[Interval]] = {}
     for one in sorted(intervals, key=lambda interval: interval.start_s):
-        grouped.setdefault((one.process, one.name), []).append(one)
+        grouped.setdefault((one.lane, one.process, one.name), []).append(one)
     rows = [
-        _row(process, name, group, origin_s, length_s)
-        for (process, name), group in sorted(grouped.items(), key=lambda pair: _order(*pair))
+        _row(f"{process} {lane}".strip(), name, group, origin_s, length_s)
+        for (lane, process, name), group in sorted(grouped.items(), key=lambda pair: _order(*pair))
     ]
     return Chart(
         rows=tuple(rows),
@@ -219,10 +225,10 @@ def _bar(
     )
 
 
-def _order(key: tuple[str, str], group: Sequence[Interval]) -> tuple[int, str, float]:
-    process = key[0]
+def _order(key: tuple[str, str, str], group: Sequence[Interval]) -> tuple[int, int, str, float]:
+    lane, process, _ = key
     known = PROCESS_ORDER.index(process) if process in PROCESS_ORDER else len(PROCESS_ORDER)
-    return known, process, group[0].start_s
+    return first_layer(lane), known, process, group[0].start_s
 
 
 def _unix_s(moment: str) -> float:

@@ -1,0 +1,228 @@
+"""Seeded schedules for a group of stages: what befalls which stage, and when."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from chaos.clients import ASKS, Running
+from chaos.cut_links import cut_links
+from chaos.group_system import SLO_MS, GroupSystem
+from chaos.processes import Found, Target, hold_stopped
+
+FIRST_MOMENT = 3
+"""Of the first event: the first round then cuts links and fetches while there are some."""
+MOMENT_DEADLINE_S = 30.0
+POLL_S = 0.03
+DRAIN_S = 3.0
+"""For as long a node is kept from use; longer than a start takes to be decided elsewhere."""
+STOPPED_S = 1.5
+"""Shorter than silence that counts as death: a link that stalls."""
+
+
+class Moment(StrEnum):
+    """What a group has come to when it happens."""
+
+    ASKED = "when its requests were sent"
+    FORMED = "when its stages were told"
+    FIRST_TOKEN = "when a client has its first token"
+    MIGRATION = "while a stage grows"
+    ALONE = "when one worker has the whole model"
+
+
+class Event(StrEnum):
+    """What happens."""
+
+    LOADER_DIES = "the stage's loader is killed"
+    WORKER_DIES = "the stage's worker is killed"
+    ENGINE_DIES = "the stage's engine is killed"
+    ENGINE_STALLS = "the stage's engine is stopped for a while"
+    LINKS_CUT = "the stage's links to the others are cut"
+    FETCHES_CUT = "its node's links to other nodes are cut"
+    EVICTED = "an operator evicts the model"
+    DRAINED = "the stage's node is drained for a while"
+    CLIENTS_LEAVE = "all clients leave"
+    SCHEDULER_DIES = "the scheduler is killed"
+    CACHE_DIES = "the cache is killed"
+
+
+_SPREAD_S = {
+    Moment.ASKED: 0.4,
+    Moment.FORMED: 2.5,
+    Moment.FIRST_TOKEN: 0.6,
+    Moment.MIGRATION: 2.0,
+    Moment.ALONE: 0.6,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """All that chance decides."""
+
+    seed: int
+    ttft_ms: float
+    """Decides how many stages a start has."""
+    asks: tuple[int, ...]
+    """Which of ``ASKS`` are sent, at once."""
+    moment: Moment
+    after_s: float
+    """From the moment on."""
+    event: Event
+    at: float
+    """Which stage, in [0, 1): from the one that leads to the last one."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.event.value}, {self.after_s:.2f} s after the moment {self.moment.value!r}, "
+            f"stage {self.at:.2f}, TTFT {self.ttft_ms:g} ms, asks {self.asks}"
+        )
+
+
+def schedule_of(seed: int) -> Schedule:
+    """The schedule of a seed.
+
+    Events come in turn, each at another moment in the next round: few schedules have many of them.
+    """
+    rng = random.Random(seed)
+    events, moments = tuple(Event), tuple(Moment)
+    moment = moments[(seed // len(events) + seed + FIRST_MOMENT) % len(moments)]
+    # One at least tells when its first token has come.
+    first = rng.choice([index for index, ask in enumerate(ASKS) if ask.stream])
+    others = [index for index in range(len(ASKS)) if index != first]
+    return Schedule(
+        seed=seed,
+        ttft_ms=rng.choice(SLO_MS),
+        asks=(first, *rng.sample(others, rng.randint(0, len(others)))),
+        moment=moment,
+        after_s=rng.uniform(0.0, _SPREAD_S[moment]),
+        event=events[seed % len(events)],
+        at=rng.random(),
+    )
+
+
+async def come(
+    system: GroupSystem, model: str, moment: Moment, requests: list[Running]
+) -> list[dict[str, Any]]:
+    """Wait for a moment, or for the end of all requests; the stages that the model has then.
+
+    Args:
+        system: That is asked.
+        model: Whose group it is about.
+        moment: Which one.
+        requests: That the group is to answer.
+    """
+    stages: list[dict[str, Any]] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MOMENT_DEADLINE_S):
+            while True:
+                found = await system.instances(model)
+                if found:
+                    # A group that became one worker is remembered with all of its stages.
+                    now = found[0]["placements"]
+                    stages = now if len(now) >= len(stages) else stages
+                if _is_there(moment, found, requests) or all(one.task.done() for one in requests):
+                    return stages
+                await asyncio.sleep(POLL_S)
+    return stages
+
+
+def _is_there(moment: Moment, found: list[dict[str, Any]], requests: list[Running]) -> bool:
+    match moment:
+        case Moment.ASKED:
+            return True
+        case Moment.FORMED:
+            return bool(found)
+        case Moment.FIRST_TOKEN:
+            return any(one.answer.tokens for one in requests)
+        case Moment.MIGRATION:
+            return any(one["state"] == "consolidating" for one in found)
+        case Moment.ALONE:
+            return any(one["state"] == "ready" and len(one["placements"]) == 1 for one in found)
+
+
+@asynccontextmanager
+async def befalling(
+    system: GroupSystem,
+    model: str,
+    schedule: Schedule,
+    stages: list[dict[str, Any]],
+    requests: list[Running],
+) -> AsyncIterator[None]:
+    """Have it happen; what ends by itself has ended when the context is left.
+
+    Args:
+        system: To which.
+        model: Whose group it is.
+        schedule: Says what.
+        stages: Of the group; none: a node is taken for a stage's.
+        requests: Of the clients.
+    """
+    workers = await system.view("workers")
+    ids = [one["node_id"] for one in stages] or sorted({one["node_id"] for one in workers})
+    node_id = ids[int(schedule.at * len(ids))]
+    worker = system.worker_at(node_id, workers)
+    lasting: list[asyncio.Task[None]] = []
+    match schedule.event:
+        case Event.LOADER_DIES:
+            _kill([found for found in system.processes.of(Target.LOADER) if _is_of(found, worker)])
+        case Event.WORKER_DIES:
+            _kill([worker] if worker else [])
+        case Event.ENGINE_DIES:
+            _kill(_engines(system, worker))
+        case Event.ENGINE_STALLS:
+            stalled = asyncio.to_thread(
+                hold_stopped, system.processes, _engines(system, worker), STOPPED_S
+            )
+            lasting.append(asyncio.create_task(stalled))
+        case Event.LINKS_CUT:
+            everyone = [one.pid for one in system.processes.of(Target.ENGINE)]
+            cut_links([one.pid for one in _engines(system, worker)], everyone)
+        case Event.FETCHES_CUT:
+            loaders = system.processes.of(Target.LOADER)
+            mine = [one.pid for one in loaders if _is_of(one, worker)]
+            cut_links(mine, [one.pid for one in loaders])
+        case Event.EVICTED:
+            answer = await system.admin("POST", f"/models/{model}/evict")
+            assert answer.status_code in (202, 409), answer.text
+        case Event.DRAINED:
+            answer = await system.admin("POST", f"/nodes/{node_id}/drain")
+            assert answer.status_code == 202, answer.text
+            lasting.append(asyncio.create_task(_use_again(system, node_id)))
+        case Event.CLIENTS_LEAVE:
+            for one in requests:
+                one.task.cancel()
+        case Event.SCHEDULER_DIES:
+            _kill(system.processes.of(Target.SCHEDULER))
+        case Event.CACHE_DIES:
+            _kill(system.processes.of(Target.CACHE))
+    try:
+        yield
+    finally:
+        await asyncio.gather(*lasting)
+
+
+def _is_of(loader: Found, worker: Found | None) -> bool:
+    """A loader starts the workers of its node."""
+    return worker is not None and worker.parent == loader.pid
+
+
+def _engines(system: GroupSystem, worker: Found | None) -> list[Found]:
+    engine = system.engine_at(worker) if worker else None
+    return [engine] if engine else []
+
+
+def _kill(victims: list[Found]) -> None:
+    for one in victims:
+        with suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+
+
+async def _use_again(system: GroupSystem, node_id: str) -> None:
+    await asyncio.sleep(DRAIN_S)
+    answer = await system.admin("DELETE", f"/nodes/{node_id}/drain")
+    assert answer.status_code in (200, 202, 204), answer.text

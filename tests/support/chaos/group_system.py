@@ -1,0 +1,144 @@
+"""A system of several nodes on this machine, whose starts share workers."""
+
+import shutil
+from typing import Any
+
+import httpx2
+
+from chaos.clients import ASKS, ended, until
+from chaos.processes import Found, Target
+from chaos.system import ChaosSystem
+
+NODES = 3
+STAGES = 3
+LINK = "40mbit"
+"""The demo model's 14 MB take one node 2.8 s."""
+SLO_MS = (1_500.0, 2_400.0)
+"""Two that one node does not meet: of all groups the soonest, and the smallest that is in time."""
+ALONE_MS = 60_000.0
+CALM_DEADLINE_S = 60.0
+TIDY_DEADLINE_S = 60.0
+"""Beyond the lease of a grant."""
+
+
+class GroupSystem(ChaosSystem):
+    """One ``pilotlight up`` of some nodes with a worker each."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "--nodes",
+            str(NODES),
+            workers=1,
+            link=LINK,
+            environment={
+                "PILOTLIGHT_MAX_STAGES": str(STAGES),
+                "PILOTLIGHT_THREADS": "1",
+                "PILOTLIGHT_POOL_BYTES": str(64 << 20),
+                "PILOTLIGHT_DEVICE_BYTES": str(256 << 20),
+            },
+        )
+        self.ttft_ms = ALONE_MS
+        """Of the models that are registered next."""
+
+    def registration(self, name: str, folder: Any) -> dict[str, Any]:
+        slo = {"ttft_ms": self.ttft_ms, "tpot_ms": 5000.0}
+        return {**super().registration(name, folder), "slo": slo}
+
+    async def calm_down(self) -> None:
+        """Note what a model says that one worker loads alone, undisturbed."""
+        name = self.new_name("alone")
+        self.ttft_ms = ALONE_MS
+        await self.register(name)
+        calm = [self.ask(index, name) for index in range(len(ASKS))]
+        assert not await ended(calm, CALM_DEADLINE_S), "an undisturbed request did not end"
+        for one in calm:
+            assert one.answer.complete, str(one.answer)
+            self.references[one.ask.reference] = one.answer
+        (alone,) = await self.instances(name)
+        assert len(alone["placements"]) == 1, alone
+        await self.forget(name)
+        await until(self.untidy, TIDY_DEADLINE_S, "the system before the first schedule")
+        self.census = self.processes.census()
+
+    async def instances(self, model: str) -> list[dict[str, Any]]:
+        """Instances of a model that have not ended, with their stages."""
+        shown = [{**one["body"], **one} for one in await self.view("instances")]
+        return [one for one in shown if one["model"] == model and one["state"] not in ENDED]
+
+    def worker_at(self, node_id: str, workers: list[dict[str, Any]]) -> Found | None:
+        """The process of a node's one worker; None while there is none."""
+        ids = {one["worker_id"] for one in workers if one["node_id"] == node_id}
+        return next(
+            (
+                one
+                for one in self.processes.of(Target.WORKER)
+                if one.environment().get("PILOTLIGHT_WORKER_ID") in ids
+            ),
+            None,
+        )
+
+    def engine_at(self, worker: Found) -> Found | None:
+        """The engine that a worker uses; None while it has none."""
+        has_one = any(one.parent == worker.pid for one in self.processes.of(Target.ENGINE))
+        return self.processes.engine_of(worker) if has_one else None
+
+    async def untidy(self) -> str | None:
+        """What is not as in a system that holds no model; None: nothing."""
+        try:
+            workers, nodes = await self.view("workers"), await self.view("nodes")
+            instances = await self.view("instances")
+        except (httpx2.HTTPError, AssertionError) as error:
+            return repr(error)
+        up = [one for one in workers if one["engine_up"] and one["liveness"] == "alive"]
+        if len(up) != NODES:
+            return f"{len(up)} workers are up"
+        if holding := [(one["worker_id"], one["held"]) for one in up if one["held"]]:
+            return f"stages are held: {holding}"
+        if left := [one for one in instances if one["state"] not in ENDED]:
+            return f"instances are left: {left}"
+        if grants := await self.query("SELECT instance_id, worker_id FROM cache.grants"):
+            return f"room is granted: {grants}"
+        alive = [one for one in nodes if one["liveness"] == "alive"]
+        if len(alive) != NODES:
+            return f"{len(alive)} nodes are up"
+        for one in alive:
+            if one["transfers"] or any(copy["leases"] for copy in one["copies"]):
+                return f"a node still brings or lends parts: {one}"
+        if orphans := self.processes.orphans():
+            return f"orphans: {orphans}"
+        if surplus := self.processes.census() - self.census:
+            return f"too many: {dict(surplus)}" if self.census else None
+        return None
+
+    async def astray(self, model: str) -> str | None:
+        """What is not as it should be when nothing is under way; None: nothing.
+
+        A model is served by one worker or by none, and that worker alone holds it.
+        """
+        try:
+            workers, instances = await self.view("workers"), await self.instances(model)
+            granted = await self.query("SELECT instance_id, worker_id FROM cache.grants")
+        except (httpx2.HTTPError, AssertionError) as error:
+            return repr(error)
+        places = {
+            (one["instance_id"], place["worker_id"])
+            for one in instances
+            for place in one["placements"]
+        }
+        if any(one["state"] != "ready" for one in instances) or len(places) > 1:
+            return f"it is served by {instances}"
+        held = {
+            (stage["instance_id"], one["worker_id"]) for one in workers for stage in one["held"]
+        }
+        if not held == places == set(granted):
+            return f"held: {held}, granted: {granted}, placed: {places}"
+        return None
+
+    async def forget(self, name: str) -> None:
+        """Delete a model and its files; what its instances hold goes with it."""
+        answer = await self.admin("DELETE", f"/models/{name}")
+        assert answer.status_code in (204, 404), answer.text
+        shutil.rmtree(self.home.models / name, ignore_errors=True)
+
+
+ENDED = ("gone", "failed")
