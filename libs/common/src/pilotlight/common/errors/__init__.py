@@ -20,7 +20,7 @@
     │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull, PeerUnavailable ── PeerRefused
     │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader, TextUnavailable
-    │   └── WorkerLost, EngineFailed ── DeviceFailed
+    │   └── WorkerLost, EngineFailed ── DeviceFailed, RestoreFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
     │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, DiskTierTaken, PortTaken, FolderUnusable
@@ -101,6 +101,7 @@ from pilotlight.common.errors.transient import (
     NotLoaded,
     PeerRefused,
     PeerUnavailable,
+    RestoreFailed,
     SourceChanged,
     SourceDenied,
     SourceMissing,
@@ -157,6 +158,7 @@ __all__ = [
     "PeerUnavailable",
     "PilotlightError",
     "PortTaken",
+    "RestoreFailed",
     "QueueFull",
     "RouteNotFound",
     "SettingsInvalid",
