@@ -2,6 +2,7 @@
 wrong; whatever their bytes are.
 """
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,8 @@ from pilotlight.worker.artifacts import MANIFEST, Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
-MUTATIONS = 5_000
+MUTATIONS = int(os.environ.get("PILOTLIGHT_FUZZ_MUTATIONS", "5000"))
+"""More of them: ``PILOTLIGHT_FUZZ_MUTATIONS=1000000 pytest`` on this file."""
 HERE = environment()
 
 

@@ -166,6 +166,7 @@ class StageLoader:
         Raises:
             PilotlightError: a part cannot be had or placed, the engine refused, or it ended.
         """
+        self._core.make_way()
         spec = hold.model.spec
         have = spec.parts_of(held)
         parts = tuple(part for part in spec.parts_of(hold.stage) if part not in have)
