@@ -14,6 +14,7 @@ from sqlalchemy import Table
 from sqlalchemy.dialects.postgresql import JSONB
 
 from pilotlight.common.db import tables
+from pilotlight.common.messages.artifacts import Materials
 from pilotlight.common.messages.verify import Verification
 from pilotlight.gateway.admin.drains import NodeState
 from pilotlight.gateway.admin.live import RowsEvent
@@ -21,6 +22,7 @@ from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, Warm
 from pilotlight.gateway.records.recent import MinuteRow
 from pilotlight.gateway.records.usage_report import DayUsage
 from pilotlight.gateway.tenants.schemas import ShownKey, ShownOrganization, ShownProject
+from pilotlight.policy.builds import MaterializePolicy
 from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Model
@@ -82,7 +84,9 @@ ShownModel = _of(
     without=MODEL_INTERNAL,
     created_at=datetime,
     updated_at=datetime,
+    materialize=MaterializePolicy,
 )
+ShownMaterials = _of("Materials", "Artifacts of a model, and the builds of them.", Materials)
 ShownVerification = _of("Verification", "How far a verification is.", Verification)
 ShownDevice = _of(
     "NodeDevice",
@@ -166,6 +170,8 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("post", "/models/{name}/warm"): Warmed,
     ("post", "/models/{name}/evict"): Evicted,
     ("post", "/models/{name}/verify"): ShownVerification,
+    ("post", "/models/{name}/materialize"): ShownMaterials,
+    ("get", "/models/{name}/materials"): ShownMaterials,
     ("get", "/verifications/{verification_id}"): ShownVerification,
     ("get", "/nodes"): Nodes,
     ("post", "/nodes/{node_id}/drain"): ShownNode,
