@@ -97,15 +97,11 @@ bench-groups:  ## the first token of one node, and of groups of two and four, as
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/groups.py --stages 1 2 4 $(ARGS)
 
-<<<<<<< HEAD
-bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=, JOBS=processes
-=======
 bench-groups-tokens:  ## tokens over time of one long request that a group answers, with and without scaling down, as JSON: ARGS='--stages 2'
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/groups_tokens.py $(ARGS)
 
-bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=
->>>>>>> groups2
+bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=, JOBS=processes
 	@tools/bootstrap.sh dev
 	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS))
 

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from pilotlight.common.settings import PilotlightSettings
 from pilotlight.engine.core import lifecycle as engine_request
-from pilotlight.policy import instance
+from pilotlight.policy import builds, instance
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.plan import InstanceState
 from pilotlight.worker import lifecycle
@@ -166,6 +166,12 @@ MACHINES = (
         "A stage on its worker; moved by the worker. The table is in `pilotlight.worker.lifecycle`; `[*]` is a stage that is not held.",
         lifecycle.TRANSITIONS,
         lifecycle.HeldEvent,
+    ),
+    Machine(
+        "Build of an artifact",
+        "Of one fingerprint; moved by the materializer. The table is in `pilotlight.policy.builds`; `[*]` is a fingerprint without a row.",
+        builds.TRANSITIONS,
+        builds.BuildEvent,
     ),
     Machine(
         "Request on an engine",

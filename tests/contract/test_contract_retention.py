@@ -39,6 +39,9 @@ FOR_EVER = {
     "scheduler.lease",
     "cache.grants",
     "materializer.artifacts",
+    "materializer.builds",
+    "materializer.profiles",
+    "materializer.wants",
 }
 """Tables whose rows are deleted by name, or of which there is one for each thing that there is."""
 

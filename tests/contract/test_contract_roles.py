@@ -75,7 +75,11 @@ def test_others_read_only_what_is_listed(
 
 
 def test_what_is_listed_is_what_was_agreed() -> None:
-    assert {table.fullname for table in READS["scheduler"]} == {"gateway.models", "gateway.drains"}
+    assert {table.fullname for table in READS["scheduler"]} == {
+        "gateway.models",
+        "gateway.drains",
+        "materializer.profiles",
+    }
     assert {table.fullname for table in READS["cache"]} == {
         "gateway.models",
         "gateway.drains",

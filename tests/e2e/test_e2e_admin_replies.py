@@ -134,6 +134,8 @@ def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:
         asked = client.completions.with_raw_response.create(model=NAME, prompt="The", max_tokens=2)
         trace_id = asked.headers["x-trace-id"]
 
+        contract.asks("POST", "/models/{name}/materialize", name=NAME)
+        contract.asks("GET", "/models/{name}/materials", name=NAME)
         found = contract.asks("POST", "/models/{name}/verify", name=NAME)
         path, names = (
             "/verifications/{verification_id}",

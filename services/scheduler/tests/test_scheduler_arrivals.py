@@ -70,6 +70,9 @@ class NoModels:
     async def drains(self):
         return {}
 
+    async def profiles(self):
+        return ()
+
 
 @pytest.mark.anyio
 async def test_who_listens_hears_every_gateway(bus: Bus, make_context: MakeContext) -> None:

@@ -25,6 +25,7 @@ from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerI
 from pilotlight.policy.model import Dtype, EngineKind, Model, ModelSpec, ScalingBounds, Slo
 from pilotlight.policy.request import Sampling
 from pilotlight.policy.testing import tiny_spec
+from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_child import loop, stages
 from pilotlight.worker.engine_child.pins import Pins
@@ -38,7 +39,7 @@ from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings
-from pilotlight.worker.testing import FAST_S, ROOM, WORKER, MakeRig, Rig
+from pilotlight.worker.testing import CLUSTER_KEY, FAST_S, ROOM, WORKER, MakeRig, Rig
 from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
@@ -284,14 +285,16 @@ async def make_rig(
         bucket = await context.bus.bucket(WORKERS)
         kind = DeviceKind.CPU if process else DeviceKind.SIM
         groups = Groups(core, "127.0.0.1", tmp_path)
+        artifacts = Artifacts(core, context.store, CLUSTER_KEY)
         worker = Worker(
             core,
             kind,
-            StageLoader(core, leases, pool_path),
+            StageLoader(core, leases, pool_path, artifacts),
             bucket,
             context.incarnation,
             None,
             groups,
+            artifacts=artifacts,
         )
         rig = Rig(worker, await connect_bus("gateway"), model)
         rigs.append(rig)

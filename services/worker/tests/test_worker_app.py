@@ -29,8 +29,8 @@ async def test_engine_and_watch_mean_the_same_device(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     settings = WorkerSettings(device="cuda", cuda_device=named, pool_socket=tmp_path / "pool.sock")
-    worker = (await build(make_context("worker", settings))).components[-1]
-    assert isinstance(worker, Worker)
+    application = await build(make_context("worker", settings))
+    (worker,) = [one for one in application.components if isinstance(one, Worker)]
     engine = worker.core.engine.main
     assert isinstance(engine, ProcessEngine)
     assert worker._watch is not None
@@ -50,7 +50,7 @@ async def test_a_gpus_worker_is_built_with_a_watch_and_a_child_of_its_device(
         log_dir=tmp_path,
     )
     application = await build(make_context("worker", settings))
-    worker = application.components[-1]
+    (worker,) = [one for one in application.components if isinstance(one, Worker)]
     assert isinstance(worker, Worker)
     assert worker._watch is not None
     assert worker.core.device_bytes == 0, "its engine says"

@@ -1,4 +1,4 @@
-"""``pilotlight ps``, ``status``, ``warm``, ``trace`` and ``logs``: what the system does."""
+"""``pilotlight ps``, ``status``, ``warm``, ``materialize``, ``trace``: what the system does."""
 
 import os
 from typing import Annotated
@@ -49,6 +49,25 @@ def warm(
         from pilotlight.cli.warming import warm_and_wait
 
         return warm_and_wait(client, name, timeout_s, SystemClock(), as_json=json)
+
+
+def materialize(
+    name: Name,
+    /,
+    *,
+    wait: Annotated[bool, Parameter(help="Wait until it is done.")] = True,
+    timeout_s: Annotated[
+        float, Parameter(help="Seconds to wait at most.", validator=validators.Number(gt=0))
+    ] = WARM_TIMEOUT_S,
+    json: Json = False,
+) -> int:
+    """Build what a model's starts then restore, once, on a worker with time."""
+    from pilotlight.cli import materializing
+    from pilotlight.common.clock import SystemClock
+
+    with admin_client() as client:
+        wait_s = timeout_s if wait else None
+        return materializing.materialize(client, name, SystemClock(), wait_s, as_json=json)
 
 
 def trace(

@@ -17,7 +17,7 @@ from pilotlight.cli.bench_commands import bench
 from pilotlight.cli.chat_commands import pull, run_model
 from pilotlight.cli.completion import completion_command
 from pilotlight.cli.decision_commands import replay, show_decision, why
-from pilotlight.cli.fleet_commands import ps, show_logs, status, trace, warm
+from pilotlight.cli.fleet_commands import materialize, ps, show_logs, status, trace, warm
 from pilotlight.cli.model_commands import model_app, why_evicted
 from pilotlight.cli.node_commands import node_app
 from pilotlight.cli.options import Host, Json, Port, admin_client, home_folder, host_of, port_of
@@ -45,6 +45,7 @@ app.command(pull)
 app.command(ps)
 app.command(status)
 app.command(warm)
+app.command(materialize)
 app.command(trace)
 app.command(show_logs, name="logs")
 app.command(bench)

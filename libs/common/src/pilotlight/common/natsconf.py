@@ -133,6 +133,8 @@ RIGHTS: dict[str, Rights] = {
             verify.verify_subject(_ANY_NODE),
             verify.verification_subject(_ANY_NODE),
             phases.PHASES_SUBJECT,
+            artifacts.MATERIALIZE_SUBJECT,
+            artifacts.ASK_MATERIALS_SUBJECT,
             tokens.submit_subject(_ANY_WORKER),
             tokens.cancel_subject(_ANY_WORKER),
             tokens.ack_subject(_ANY_WORKER),
@@ -215,8 +217,13 @@ RIGHTS: dict[str, Rights] = {
             phases.PHASES_SUBJECT,
             artifacts.FIND_ARTIFACTS_SUBJECT,
             artifacts.PUBLISH_ARTIFACT_SUBJECT,
+            artifacts.CLAIM_BUILD_SUBJECT,
+            artifacts.REPORT_BUILD_SUBJECT,
+            artifacts.END_BUILD_SUBJECT,
+            artifacts.FINISH_BUILD_SUBJECT,
         ),
         subscribe=(
+            artifacts.BUILD_WANTED_SUBJECT,
             hold.worker_hold_subject(_ANY_WORKER),
             room.give_up_subject(_ANY_WORKER),
             room.lend_subject(_ANY_WORKER),
@@ -228,7 +235,17 @@ RIGHTS: dict[str, Rights] = {
         write=(WORKERS,),
     ),
     "materializer": Rights(
-        subscribe=(artifacts.FIND_ARTIFACTS_SUBJECT, artifacts.PUBLISH_ARTIFACT_SUBJECT)
+        publish=(artifacts.BUILD_WANTED_SUBJECT,),
+        subscribe=(
+            artifacts.FIND_ARTIFACTS_SUBJECT,
+            artifacts.PUBLISH_ARTIFACT_SUBJECT,
+            artifacts.CLAIM_BUILD_SUBJECT,
+            artifacts.REPORT_BUILD_SUBJECT,
+            artifacts.END_BUILD_SUBJECT,
+            artifacts.FINISH_BUILD_SUBJECT,
+            artifacts.MATERIALIZE_SUBJECT,
+            artifacts.ASK_MATERIALS_SUBJECT,
+        ),
     ),
 }
 """By user. What is not listed is refused by the server."""

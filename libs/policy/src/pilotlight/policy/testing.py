@@ -28,6 +28,7 @@ from pilotlight.policy.ids import (
     NodeId,
     WorkerId,
 )
+from pilotlight.policy.materialized import Environment
 from pilotlight.policy.model import Dtype, Model, ModelSpec, ScalingBounds, Slo, Stage
 from pilotlight.policy.multicast import ChainPlan
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Snapshot
@@ -279,3 +280,21 @@ def nodes_named(names: str) -> tuple[NodeId, ...]:
 def members(plan: ChainPlan) -> dict[str | None, tuple[str, ...]]:
     """The members of each chain, by its source."""
     return {chain.source: chain.members for chain in plan.chains}
+
+
+def environment(**changes: Any) -> Environment:
+    """What an engine runs on, with some fields changed."""
+    made = Environment(
+        engine="0.1.0+ab",
+        device_kind=DeviceKind.CPU,
+        device_name="cpu (2 threads)",
+        memory_bytes=0,
+        driver="",
+        cuda="",
+        torch="2.13.0",
+        kernels="",
+        arena_address=1 << 44,
+        granule_bytes=1,
+        step_tokens=512,
+    )
+    return replace(made, **changes)

@@ -5,6 +5,7 @@ import asyncio
 import structlog
 from blake3 import blake3
 
+from pilotlight.common.artifact_signing import is_signed, sign
 from pilotlight.common.errors import BadRequest, CorruptChunk
 from pilotlight.common.messages.artifacts import (
     ArtifactInfo,
@@ -14,12 +15,12 @@ from pilotlight.common.messages.artifacts import (
     PublishArtifact,
 )
 from pilotlight.common.store import ObjectStore, artifact_key
+from pilotlight.materializer.builds import BuildRepository
 from pilotlight.materializer.repository import ArtifactRepository
-from pilotlight.materializer.signing import is_signed, sign
 
 log = structlog.get_logger()
 
-KINDS = frozenset({"profile", "kv_layout", "graphs", "kernel_images", "compile_cache"})
+KINDS = frozenset({"manifest", "profile", "kv_layout", "graphs", "kernel_images", "compile_cache"})
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -27,9 +28,22 @@ class Handlers:
     """Finds and publishes artifacts."""
 
     def __init__(
-        self, repository: ArtifactRepository, store: ObjectStore, cluster_key: bytes
+        self,
+        repository: ArtifactRepository,
+        builds: BuildRepository,
+        store: ObjectStore,
+        cluster_key: bytes,
     ) -> None:
+        """Serves nothing by itself.
+
+        Args:
+            repository: artifacts.
+            builds: what they were made for.
+            store: their bytes.
+            cluster_key: signs.
+        """
         self._repository = repository
+        self._builds = builds
         self._store = store
         self._cluster_key = cluster_key
 
@@ -48,7 +62,10 @@ class Handlers:
                     action="artifact_untrusted",
                     fingerprint=artifact.fingerprint,
                 )
-        return ArtifactsFound(artifacts=tuple(trusted))
+        nearest = None
+        if not trusted and request.model_digest is not None:
+            nearest = await self._builds.nearest(request.model_digest)
+        return ArtifactsFound(artifacts=tuple(trusted), nearest=nearest)
 
     async def publish(self, request: PublishArtifact) -> ArtifactPublished:
         """Check that the blob is what it says, sign it, list it.

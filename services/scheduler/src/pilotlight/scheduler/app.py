@@ -16,7 +16,7 @@ from pilotlight.scheduler.handlers import LeaderSubjects, Listening
 from pilotlight.scheduler.leader import Term, TermContext
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.metrics import SchedulerMetrics
-from pilotlight.scheduler.repository import ModelReader
+from pilotlight.scheduler.registered import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.world import World
 

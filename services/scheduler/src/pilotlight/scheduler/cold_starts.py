@@ -14,13 +14,15 @@ from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.profiles import seeded
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.coverage import departed_s
 from pilotlight.policy.estimates import learn, with_estimates
-from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
+from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
+from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.plan import Estimates, Instance, Placement
 from pilotlight.scheduler.book import Book
@@ -35,6 +37,7 @@ from pilotlight.scheduler.records import (
     sample_of,
     stage_sample_of,
 )
+from pilotlight.scheduler.registered import StoredProfile
 from pilotlight.scheduler.repository import SchedulerRepository
 from pilotlight.scheduler.timing_rows import changed_rows
 
@@ -160,6 +163,29 @@ class ColdStarts:
                 del self._kept[instance_id]
                 if entry is not None and not kept.shared:
                     await self._learn(kept.record, entry, device_kinds.get(entry.instance.lead))
+
+    def seed(
+        self,
+        profiles: Iterable[StoredProfile],
+        models: Mapping[ModelName, Model],
+        nodes: Iterable[NodeId],
+    ) -> None:
+        """Take over what was measured offline of models that no start has shown yet.
+
+        Args:
+            profiles: what was measured.
+            models: the registered ones.
+            nodes: where their starts are predicted.
+        """
+        known = [
+            (models[one.model], one.device_kind, one.profile)
+            for one in profiles
+            if one.model in models
+        ]
+        self.timings, taken = seeded(self.timings, known)
+        if taken:
+            self._learned.update(nodes)
+            log.info("profiles taken over", action="profiles_taken", models=taken)
 
     def take_learned(self) -> frozenset[NodeId]:
         """Nodes of which something was learned since the last call."""

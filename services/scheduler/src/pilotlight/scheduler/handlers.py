@@ -28,7 +28,7 @@ from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import cancel_all, woken
 from pilotlight.scheduler.leader import Term
-from pilotlight.scheduler.repository import ModelReader
+from pilotlight.scheduler.registered import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.world import World
 
@@ -110,6 +110,7 @@ class Listening:
             DatabaseUnavailable: they cannot be listed; the last lists stay.
         """
         models, drains = await self._models.models(), await self._models.drains()
+        self._world.profiles = await self._models.profiles()
         changed = self._world.hear_models(models)
         if self._world.hear_drains(drains, self._clock.monotonic_s()) or changed:
             self._wake.set()

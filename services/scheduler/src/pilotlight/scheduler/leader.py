@@ -370,6 +370,8 @@ class Term:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
             await self.cold_starts.settle(kinds)
+            world = self._world
+            self.cold_starts.seed(world.profiles, world.models, world.nodes())
             self._metrics.instances(self.book.books.instances())
 
     # Effects.

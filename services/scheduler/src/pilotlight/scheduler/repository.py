@@ -11,14 +11,13 @@ from sqlalchemy.dialects.postgresql import insert
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
-from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import Conflict
 from pilotlight.common.policy_version import policy_version
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.estimates import with_estimates
-from pilotlight.policy.ids import DecisionId, InstanceId, ModelName, NodeId
+from pilotlight.policy.ids import DecisionId, InstanceId, ModelName
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Phase
@@ -96,36 +95,6 @@ class Stored:
     cold_starts: tuple[ColdStart, ...]
     estimates: Estimates
     timings: Timings
-
-
-class ModelReader:
-    """Reads what is the gateway's: the registered models, and the nodes that are to be empty."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._rows = ModelRows(lambda row: from_row_json(row["body"], Model))
-
-    async def models(self) -> tuple[Model, ...]:
-        """Every registered model; the same tuple as before when nothing has changed.
-
-        Raises:
-            DatabaseUnavailable: the database cannot be reached.
-        """
-        async with self._database.reading() as connection:
-            return await self._rows.read(connection)
-
-    async def drains(self) -> dict[NodeId, float]:
-        """Nodes that an operator wants to be empty, and seconds since that was asked for, by the
-        database's clock.
-
-        Raises:
-            DatabaseUnavailable: the database cannot be reached.
-        """
-        table = tables.drains
-        age_s = func.extract("epoch", func.clock_timestamp() - table.c.requested_at)
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(select(table.c.node_id, age_s.label("age_s")))).all()
-        return {NodeId(row.node_id): max(0.0, float(row.age_s)) for row in rows}
 
 
 class SchedulerRepository:

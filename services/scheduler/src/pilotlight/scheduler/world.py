@@ -19,6 +19,7 @@ from pilotlight.policy.ids import Epoch, GatewayId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import NodeDrain
 from pilotlight.policy.request import Demand
+from pilotlight.scheduler.registered import StoredProfile
 
 YOUNGER_S = 1.0
 """A drain that is younger by so much than it was thought to be is another one: it was taken back,
@@ -44,6 +45,8 @@ class World:
     listening_since_s: float
     roster: Roster = field(default_factory=Roster)
     models: dict[ModelName, Model] = field(default_factory=dict[ModelName, Model])
+    profiles: tuple[StoredProfile, ...] = ()
+    """Measured offline, the newest first."""
     arrivals: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
     version: int = 0
     """Counts changes of what could take a model: workers, and what they hold."""

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from pilotlight.common.buckets import WORKERS
+from pilotlight.common.cluster_key import SECRET
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.faults import Faults
 from pilotlight.common.ids import worker_id_of
@@ -11,12 +13,15 @@ from pilotlight.common.machine import log_file, memory_bytes
 from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Component, Context
+from pilotlight.common.settings import read_secret
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.cost import EngineSpeed
 from pilotlight.policy.hang import Patience
 from pilotlight.policy.ids import NodeId, WorkerId
 from pilotlight.policy.model import EngineKind
+from pilotlight.worker.artifacts import Artifacts
+from pilotlight.worker.builds import Builds
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
 from pilotlight.worker.engines.child_process import ChildOptions
@@ -55,6 +60,7 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
     builder = _Builder(context, kind, node_id, simulated or settings.workers, place)
     await builder.open()
     components: list[Component] = []
+    builds: list[Builds] = []
     workers: list[Worker] = []
     for name in names:
         if settings.pool_socket is None:
@@ -64,7 +70,10 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
         worker = builder.worker(name, client)
         workers.append(worker)
         components.append(LoaderLink(client, context.background, name, worker.reporter))
+        if settings.builds and kind is not DeviceKind.SIM:
+            builds.append(builder.builds(worker, client))
     components.extend(workers)
+    components.extend(builds)
     return Application(
         components=components,
         ready=lambda: next(filter(None, (worker.not_ready() for worker in workers)), None),
@@ -126,9 +135,38 @@ class _Builder:
             phases=self._phases,
             vocabularies=self._vocabularies,
         )
-        loader = StageLoader(core, source, context.settings.pool_path)
+        key = read_secret(context.settings.secrets_dir, SECRET)
+        artifacts = Artifacts(core, context.store, key)
+        loader = StageLoader(core, source, context.settings.pool_path, artifacts)
         groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)
-        return Worker(core, self._kind, loader, self._bucket, context.incarnation, watch, groups)
+        return Worker(
+            core,
+            self._kind,
+            loader,
+            self._bucket,
+            context.incarnation,
+            watch,
+            groups,
+            artifacts=artifacts,
+        )
+
+    def builds(self, worker: Worker, source: PartSource) -> Builds:
+        """What a worker does while there is no demand."""
+        context, worker_id = self._context, worker.core.worker_id
+        options = replace(
+            self._child_options(worker_id),
+            log_path=log_file(context.settings.log_dir, f"build-{worker_id}.log"),
+            faults="",
+        )
+        return Builds(
+            worker.core,
+            lambda: worker.stages.held,
+            source,
+            lambda: ProcessEngine(options, clock=context.clock),
+            worker.artifacts or Artifacts(worker.core, context.store, None),
+            context.store,
+            context.settings.build_idle_s,
+        )
 
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:
         """The worker's engines, and the watch over their device."""
@@ -142,6 +180,29 @@ class _Builder:
         }
         return EngineSwitch(factories, context.background), watch
 
+    @property
+    def _cuda_device(self) -> str:
+        """The engine and the driver's library are to mean the same device: the one counts what is
+        shown, the other everything.
+        """
+        return (
+            self._context.settings.cuda_device
+            or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+        )
+
+    def _child_options(self, worker_id: WorkerId) -> ChildOptions:
+        settings, cuda_device = self._context.settings, self._cuda_device
+        return ChildOptions(
+            threads=self._threads,
+            log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
+            faults=settings.faults,
+            log_level=settings.log_level,
+            device=self._kind,
+            cuda_devices=(cuda_device,) if cuda_device else (),
+            device_bytes=settings.device_bytes,
+            step_tokens=settings.step_tokens,
+        )
+
     def _simulated(self) -> EngineClient:
         settings = self._context.settings
         speed = EngineSpeed(
@@ -154,22 +215,7 @@ class _Builder:
     def _native(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
         """The engine of a device that computes, and the watch over that."""
         settings = self._context.settings
-        # The engine and the driver's library are to mean the same device: the one counts what is
-        # shown, the other everything.
-        cuda_device = (
-            settings.cuda_device
-            or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-        )
-        options = ChildOptions(
-            threads=self._threads,
-            log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
-            faults=settings.faults,
-            log_level=settings.log_level,
-            device=self._kind,
-            cuda_devices=(cuda_device,) if cuda_device else (),
-            device_bytes=settings.device_bytes,
-            step_tokens=settings.step_tokens,
-        )
+        options = self._child_options(worker_id)
         engine = ProcessEngine(
             options,
             Spare(options) if settings.spare_engine else None,
@@ -179,7 +225,7 @@ class _Builder:
         if self._kind is not DeviceKind.CUDA:
             return engine, None
         context = self._context
-        readers = (NvmlReader(cuda_device),)
+        readers = (NvmlReader(self._cuda_device),)
         return engine, DeviceWatch(
             readers, context.clock, context.background, lambda: engine.pids, WatchTimes()
         )

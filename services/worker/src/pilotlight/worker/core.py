@@ -1,6 +1,7 @@
 """What the parts of one worker share."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pilotlight.common.bus import Bus
@@ -8,10 +9,15 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.service import Background
 from pilotlight.policy.ids import NodeId, WorkerId
+from pilotlight.policy.materialized import Environment
 from pilotlight.worker.engines.switch import EngineSwitch
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.vocabularies import Vocabularies
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +37,10 @@ class WorkerCore:
     metrics: WorkerMetrics
     phases: PhaseRecorder
     vocabularies: Vocabularies
+    environment: Environment | None = None
+    """What the engine runs on, once it is up; None: it uses no artifacts."""
+    make_way: Callable[[], None] = _nothing
+    """Called when there is demand: what runs because there was time ends at once."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change of what is held: it is reported at once."""
     room_changed: asyncio.Event = field(default_factory=asyncio.Event)

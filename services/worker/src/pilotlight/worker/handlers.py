@@ -103,6 +103,7 @@ class Handlers:
                 retry_after_s=error.retry_after_s or 0.0,
             )
         self._core.metrics.accepted.inc()
+        self._core.make_way()
         self._spans.begin(key, submit.instance_id, trace_parent)
         deadline_s = (
             None

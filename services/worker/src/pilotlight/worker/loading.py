@@ -20,6 +20,7 @@ from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import PhaseName
+from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
 
 PART_DEADLINE_S = 300.0
@@ -79,9 +80,24 @@ class PartSource(Protocol):
 class StageLoader:
     """Carries out loads; what a stage's state is, is for ``Stages`` to say."""
 
-    def __init__(self, core: WorkerCore, source: PartSource, pool_path: Path | None) -> None:
+    def __init__(
+        self,
+        core: WorkerCore,
+        source: PartSource,
+        pool_path: Path | None,
+        artifacts: Artifacts | None = None,
+    ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            core: the worker's.
+            source: of parts.
+            pool_path: where the node's pool lies.
+            artifacts: what stages are restored from; None: from nothing.
+        """
         self._core = core
         self._source = source
+        self._artifacts = artifacts
         self._pool_path = str(pool_path) if pool_path is not None else ""
 
     def pool_epoch(self) -> Epoch:
@@ -115,16 +131,21 @@ class StageLoader:
             with_parent(hold.trace_parent),
             span("load", instance_id=hold.instance_id, model=hold.model.name),
         ):
-            parts = hold.model.spec.parts_of(hold.stage)
-            parent = current_traceparent() or hold.trace_parent
-            lease = await self._source.lease(
-                self._core.worker_id, hold.instance_id, hold.model, parts, parent
-            )
-            self._pool_path = lease.pool_path
-            async with lease:
-                await made_room()
-                await self._begin(hold, lease, asked_s)
-                return await self._fed(hold, lease, loaded)
+            self._core.make_way()
+            finding = asyncio.create_task(self._artifact(hold), name="artifact")
+            try:
+                parts = hold.model.spec.parts_of(hold.stage)
+                parent = current_traceparent() or hold.trace_parent
+                lease = await self._source.lease(
+                    self._core.worker_id, hold.instance_id, hold.model, parts, parent
+                )
+                self._pool_path = lease.pool_path
+                async with lease:
+                    await made_room()
+                    await self._begin(hold, lease, asked_s, await finding)
+                    return await self._fed(hold, lease, loaded)
+            finally:
+                await cancel_all((finding,))
 
     async def grow(
         self,
@@ -145,6 +166,7 @@ class StageLoader:
         Raises:
             PilotlightError: a part cannot be had or placed, the engine refused, or it ended.
         """
+        self._core.make_way()
         spec = hold.model.spec
         have = spec.parts_of(held)
         parts = tuple(part for part in spec.parts_of(hold.stage) if part not in have)
@@ -192,7 +214,10 @@ class StageLoader:
             raise SourceChanged("the host pool changed while parts were copied from it")
         return result
 
-    async def _begin(self, hold: Hold, lease: PartLease, asked_s: float) -> None:
+    async def _artifact(self, hold: Hold) -> bytes:
+        return b"" if self._artifacts is None else await self._artifacts.of(hold)
+
+    async def _begin(self, hold: Hold, lease: PartLease, asked_s: float, artifact: bytes) -> None:
         sent = moment_of(self._core.clock)
         load = LoadStage(
             instance_id=hold.instance_id,
@@ -200,11 +225,11 @@ class StageLoader:
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             pool_path=lease.pool_path,
+            artifact=artifact,
         )
         await self._core.engine.load_stage(load, sent)
-        self._core.phases.record(
-            hold.instance_id, PhaseName.INIT, asked_s, sent.at_s, detail="lease"
-        )
+        name = PhaseName.RESTORE if artifact else PhaseName.INIT
+        self._core.phases.record(hold.instance_id, name, asked_s, sent.at_s, detail="lease")
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:
         frames = aiter(lease)

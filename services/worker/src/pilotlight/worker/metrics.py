@@ -95,6 +95,18 @@ class WorkerMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.restores = Counter(
+            "pilotlight_worker_restores",
+            "Starts by what became of their artifact; of refused ones the field that is wrong.",
+            ["outcome", "field"],
+            registry=registry,
+        )
+        self.builds = Counter(
+            "pilotlight_worker_builds",
+            "Builds of artifacts, by how they ended.",
+            ["outcome"],
+            registry=registry,
+        )
         self.stale = Counter(
             "pilotlight_worker_stale_commands",
             "Commands refused for their epoch.",

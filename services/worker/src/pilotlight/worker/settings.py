@@ -75,6 +75,15 @@ class WorkerSettings(ServiceSettings):
         description="Keep a second engine process that has its libraries imported, so that an engine that dies is replaced at once. "
         "It takes memory, and no processor.",
     )
+    builds: bool = Field(
+        True,
+        description="Build artifacts of models, in an engine process of its own, while there is no demand. Needs the secret `cluster-key`.",
+    )
+    build_idle_s: float = Field(
+        2.0,
+        gt=0,
+        description="Seconds without a load or a request after which a worker looks for something to build.",
+    )
     hang_after_s: float = Field(
         8.0,
         gt=0,

@@ -52,6 +52,7 @@ GATEWAY = GatewayId("gw-1")
 WORKER = WorkerId("node-1-w0")
 INSTANCE = InstanceId("inst-1")
 ROOM = 1 << 20
+CLUSTER_KEY = "the key of this cluster"
 DEADLINE_S = 30.0
 FAST_S, SLOW_S = 0.001, 0.02
 """Of a step. At the slow pace a request of 200 tokens still runs when a test, on whatever machine,

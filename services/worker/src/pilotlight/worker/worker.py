@@ -48,6 +48,7 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
+from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.delivery import TokenDelivery
 from pilotlight.worker.device_watch import DeviceWatch
@@ -83,8 +84,10 @@ class Worker:
         watch: DeviceWatch | None = None,
         groups: Groups | None = None,
         lending: LendingRules | None = None,
+        artifacts: Artifacts | None = None,
     ) -> None:
         self.core = core
+        self.artifacts = artifacts
         self._groups = groups or Groups(core, "", None)
         self._watch = watch
         self.stages = Stages(
@@ -232,6 +235,7 @@ class Worker:
 
     def _on_up(self, up: EngineUp) -> None:
         self._up, self._step = up, None
+        self.core.environment = up.environment
         self._heard_s = self.core.clock.monotonic_s()
 
     def _on_back(self) -> None:
@@ -335,6 +339,8 @@ class Worker:
             code=died.code,
         )
         self._step = None
+        if self.artifacts is not None:
+            self.artifacts.on_engine_died(died.code)
         message = f"the engine ended: {died.reason}"
         if died.instances is None:
             self._delivery.discard_all()

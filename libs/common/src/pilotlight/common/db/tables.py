@@ -24,6 +24,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
+from pilotlight.common.db.artifact_tables import artifacts as artifacts
+from pilotlight.common.db.artifact_tables import builds as builds
+from pilotlight.common.db.artifact_tables import profiles as profiles
+from pilotlight.common.db.artifact_tables import wants as wants
 from pilotlight.common.db.columns import count, json, key, metadata, row_id, seconds, text, time
 
 OWNERS = ("gateway", "scheduler", "cache", "materializer")
@@ -55,9 +59,12 @@ models = Table(
     json("body"),
     time("created_at"),
     time("updated_at"),
+    Column("materialize", Text, nullable=False, server_default="manual"),
     schema="gateway",
 )
-"""``body`` is a ``Model``."""
+"""``body`` is a ``Model``; ``materialize`` says when its artifacts are built
+(``MaterializePolicy``).
+"""
 
 organizations = Table("organizations", metadata, key("name"), time("created_at"), schema="gateway")
 
@@ -359,20 +366,6 @@ evictions = Table(
     json("inputs"),
     CheckConstraint("kind IN ('instance', 'copy')", name="kind"),
     schema="cache",
-)
-
-# materializer
-
-artifacts = Table(
-    "artifacts",
-    metadata,
-    key("fingerprint"),
-    key("kind"),
-    text("blob_digest"),
-    count("size_bytes"),
-    text("signature"),
-    time("created_at"),
-    schema="materializer",
 )
 
 outboxes: dict[str, Table] = {owner: _outbox(owner) for owner in OWNERS}

@@ -21,7 +21,7 @@
     │   ├── SourceUnavailable ── SourceMissing, SourceDenied, StoreFull, PeerUnavailable ── PeerRefused
     │   ├── SourceChanged, CorruptChunk
     │   ├── NotLoaded, StaleCommand, NotLeader, TextUnavailable
-    │   └── WorkerLost, EngineFailed ── DeviceFailed
+    │   └── WorkerLost, EngineFailed ── DeviceFailed, RestoreFailed
     ├── SettingsInvalid      the operator's to mend: the process does not start
     ├── MachineUnfit         the machine's to mend, or its operator's: the process does not start
     │   └── FileLimitTooLow, DiskFull, SharedMemoryTooSmall, HostPoolTaken, DiskTierTaken, PortTaken, FolderUnusable
@@ -105,6 +105,7 @@ from pilotlight.common.errors.transient import (
     NotLoaded,
     PeerRefused,
     PeerUnavailable,
+    RestoreFailed,
     SourceChanged,
     SourceDenied,
     SourceMissing,
@@ -161,6 +162,7 @@ __all__ = [
     "PeerUnavailable",
     "PilotlightError",
     "PortTaken",
+    "RestoreFailed",
     "QueueFull",
     "QuotaUsedUp",
     "RateLimited",

@@ -178,3 +178,12 @@ class DeviceFailed(EngineFailed):
 
     code = "device_failed"
     action = "See `pilotlight node list` for the reason; docs/operations/bad-day.md says what each one asks for."
+
+
+class RestoreFailed(EngineFailed):
+    """A stage could not be restored from its artifact, or does not compute what it did when that
+    was made.
+    """
+
+    code = "restore_failed"
+    action = "The next start computes everything itself; `pilotlight materialize MODEL` builds the artifact again."

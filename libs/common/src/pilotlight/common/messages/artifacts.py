@@ -1,12 +1,28 @@
-"""Workers and schedulers to materializer: materialized state."""
+"""Workers, gateways and schedulers to materializer: materialized state, and its builds."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.ids import Digest
+from pilotlight.policy.ids import Digest, ModelName, WorkerId
+from pilotlight.policy.materialized import Environment, Fingerprint
+from pilotlight.policy.model import Model
 
 FIND_ARTIFACTS_SUBJECT = "v1.materializer.find"
 """Request/reply: ``FindArtifacts`` → ``ArtifactsFound``."""
 PUBLISH_ARTIFACT_SUBJECT = "v1.materializer.publish"
 """Request/reply: ``PublishArtifact`` → ``ArtifactPublished``."""
+CLAIM_BUILD_SUBJECT = "v1.materializer.claim"
+"""Request/reply: ``ClaimBuild`` → ``BuildClaimed``."""
+REPORT_BUILD_SUBJECT = "v1.materializer.report"
+"""Request/reply: ``ReportBuild`` → ``BuildHeard``."""
+END_BUILD_SUBJECT = "v1.materializer.end"
+"""Request/reply: ``EndBuild`` → ``BuildHeard``."""
+FINISH_BUILD_SUBJECT = "v1.materializer.finish"
+"""Request/reply: ``FinishBuild`` → ``ArtifactPublished``."""
+MATERIALIZE_SUBJECT = "v1.materializer.materialize"
+"""Request/reply: ``Materialize`` → ``Materials``."""
+ASK_MATERIALS_SUBJECT = "v1.materializer.ask"
+"""Request/reply: ``AskMaterials`` → ``Materials``."""
+BUILD_WANTED_SUBJECT = "v1.materializer.wanted"
+"""``BuildWanted``, when an operator asks: workers with time look at once."""
 
 
 class ArtifactInfo(Message, frozen=True, kw_only=True):
@@ -23,12 +39,16 @@ class FindArtifacts(Message, frozen=True, kw_only=True):
     """Every valid artifact of a fingerprint."""
 
     fingerprint: Digest
+    model_digest: Digest | None = None
+    """Where there is none: what is the newest one of this model made for?"""
 
 
 class ArtifactsFound(Message, frozen=True, kw_only=True):
     """Empty when nothing is materialized: the normal path it is."""
 
     artifacts: tuple[ArtifactInfo, ...]
+    nearest: Fingerprint | None = None
+    """Of the newest artifact of the model, where none is of the fingerprint that was asked for."""
 
 
 class PublishArtifact(Message, frozen=True, kw_only=True):
@@ -44,3 +64,124 @@ class ArtifactPublished(Message, frozen=True, kw_only=True):
     """The artifact as listed."""
 
     artifact: ArtifactInfo
+
+
+class ClaimBuild(Message, frozen=True, kw_only=True):
+    """A worker has time: is there anything to build for its environment?"""
+
+    worker_id: WorkerId
+    environment: Environment
+    room_bytes: int
+    """Of its device, what nothing has."""
+
+
+class ClaimedBuild(Message, frozen=True, kw_only=True):
+    """One build, which is this worker's as long as it renews its lease."""
+
+    model: Model
+    fingerprint: Fingerprint
+    attempt: int
+    lease_s: float
+
+
+class BuildClaimed(Message, frozen=True, kw_only=True):
+    """None: there is nothing to build."""
+
+    build: ClaimedBuild | None = None
+
+
+class ReportBuild(Message, frozen=True, kw_only=True):
+    """How far a build is; renews its lease."""
+
+    fingerprint: Digest
+    worker_id: WorkerId
+    attempt: int
+    step: str
+    share: float
+    """Of the whole build, 0 to 1."""
+    blobs: tuple[Digest, ...] = ()
+    """Objects that are about to be written: they go if the build comes to nothing."""
+
+
+class BuildHeard(Message, frozen=True, kw_only=True):
+    """Whether the build is still that worker's; if not, it stops."""
+
+    yours: bool = True
+
+
+class EndBuild(Message, frozen=True, kw_only=True):
+    """A build ended without an artifact: it yielded to demand, or failed with an error's code."""
+
+    fingerprint: Digest
+    worker_id: WorkerId
+    attempt: int
+    yielded: bool = False
+    code: str = ""
+    message: str = ""
+
+
+class FinishBuild(Message, frozen=True, kw_only=True):
+    """The artifact's manifest lies in the object store under its digest, and so do its blobs: check
+    them, sign, list, end the build.
+    """
+
+    fingerprint: Digest
+    worker_id: WorkerId
+    attempt: int
+    manifest_digest: Digest
+    size_bytes: int
+
+
+class Materialize(Message, frozen=True, kw_only=True):
+    """An operator asks for a model's artifact."""
+
+    model: ModelName
+
+
+class BuildWanted(Message, frozen=True, kw_only=True):
+    """An operator has asked."""
+
+    model: ModelName
+
+
+class AskMaterials(Message, frozen=True, kw_only=True):
+    """What is there of a model, and what is being built?"""
+
+    model: ModelName
+
+
+class BuildFact(Message, frozen=True, kw_only=True):
+    """One build as it is now."""
+
+    fingerprint: Digest
+    state: str
+    step: str
+    share: float
+    attempt: int
+    worker_id: WorkerId
+    reason: str
+    changed_at: str
+    """RFC 3339, UTC."""
+
+
+class ArtifactFact(Message, frozen=True, kw_only=True):
+    """One artifact that is listed."""
+
+    fingerprint: Digest
+    kind: str
+    size_bytes: int
+    created_at: str
+    """RFC 3339, UTC."""
+    made_for: Fingerprint | None = None
+    prefill_tokens_per_s: float = 0.0
+    """Of the longest prompt of its profile; 0: it has none."""
+
+
+class Materials(Message, frozen=True, kw_only=True):
+    """Artifacts of a model, and their builds."""
+
+    model: ModelName
+    asked_at: str = ""
+    """When an operator last asked, RFC 3339; empty: never."""
+    builds: tuple[BuildFact, ...] = ()
+    artifacts: tuple[ArtifactFact, ...] = ()

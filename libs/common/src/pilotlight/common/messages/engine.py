@@ -18,6 +18,7 @@ from pilotlight.common.messages.pool import TensorPlace
 from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.materialized import Environment
 from pilotlight.policy.model import Dtype, Model, Stage
 from pilotlight.policy.phase import Phase
 from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
@@ -34,6 +35,9 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     stage: Stage
     device_bytes: int
     pool_path: str
+    artifact: bytes = b""
+    """The manifest of the artifact that the stage is restored from, as it was signed; empty: there
+    is none, and everything is computed."""
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -190,6 +194,8 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """As in ``Device``."""
     memory_bytes_per_s: float = 0.0
     """As in ``Device``."""
+    environment: Environment | None = None
+    """What artifacts depend on; None of an engine that uses none."""
 
 
 class EngineFault(Message, tag="fault", frozen=True, kw_only=True):

@@ -92,7 +92,8 @@ class CpuArena:
         self.capacity_bytes = capacity_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf(
             "SC_PHYS_PAGES"
         )
-        self._start: int = start
+        self.address: int = start
+        """Where it begins."""
         self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
         # Tensors refer to it, so the addresses stay as long as any of them: nothing else can come
@@ -137,7 +138,7 @@ class CpuArena:
             )
         self._backed.add(extent)
         if extent.num_bytes and _libc.mprotect(
-            self._start + extent.start, extent.num_bytes, _PROT_READ_WRITE
+            self.address + extent.start, extent.num_bytes, _PROT_READ_WRITE
         ):
             self._backed.remove(extent)
             raise NoRoom(f"the device refuses {extent.num_bytes} bytes: {_reason()}")
@@ -154,7 +155,7 @@ class CpuArena:
                 continue
             # A new mapping in place of the old: unlike madvise, it gives the promise of the memory
             # back, too.
-            start = self._start + extent.start
+            start = self.address + extent.start
             flags = _UNBACKED | _MAP_FIXED
             if _libc.mmap(start, extent.num_bytes, _PROT_NONE, flags, -1, 0) != start:
                 raise EngineFailed(

@@ -76,6 +76,11 @@ class Arena(Protocol):
         ...
 
     @property
+    def address(self) -> int:
+        """Where it begins."""
+        ...
+
+    @property
     def granule_bytes(self) -> int:
         """Memory comes and goes in whole granules."""
         ...

@@ -36,6 +36,7 @@ from pilotlight.gateway.admin.document import DocumentedApp
 from pilotlight.gateway.admin.drains import DrainRepository
 from pilotlight.gateway.admin.gate import By, Gate
 from pilotlight.gateway.admin.live import LiveView
+from pilotlight.gateway.admin.materials import add_materials
 from pilotlight.gateway.admin.nodes import Fleet, add_nodes
 from pilotlight.gateway.admin.recent import add_recent, add_stream
 from pilotlight.gateway.admin.schemas import EvictAccepted, WarmAccepted, model_body
@@ -95,6 +96,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
     app.router.redirect_slashes = False
     app.add_middleware(Gate, sessions=parts.sessions, audit=parts.audit)
     add_verifications(app, parts.registration, parts.fleet, parts.bus, parts.audit)
+    add_materials(app, parts.registration, parts.bus, parts.audit)
     _add_models(app, parts)
     add_nodes(app, parts.fleet, parts.drains)
     add_transfers(app, parts.fleet)

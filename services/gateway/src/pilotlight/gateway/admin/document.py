@@ -14,6 +14,7 @@ from sqlalchemy import Table
 from sqlalchemy.dialects.postgresql import JSONB
 
 from pilotlight.common.db import tables
+from pilotlight.common.messages.artifacts import Materials
 from pilotlight.common.messages.verify import Verification
 from pilotlight.gateway.admin.drains import NodeState
 from pilotlight.gateway.admin.live import RowsEvent
@@ -26,6 +27,7 @@ from pilotlight.gateway.tenants.schemas import (
     ShownOrganization,
     ShownProject,
 )
+from pilotlight.policy.builds import MaterializePolicy
 from pilotlight.policy.cluster import LinkSpeed, NodeFacts, Transfer, WorkerFacts
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Model
@@ -87,7 +89,9 @@ ShownModel = _of(
     without=MODEL_INTERNAL,
     created_at=datetime,
     updated_at=datetime,
+    materialize=MaterializePolicy,
 )
+ShownMaterials = _of("Materials", "Artifacts of a model, and the builds of them.", Materials)
 ShownVerification = _of("Verification", "How far a verification is.", Verification)
 ShownDevice = _of(
     "NodeDevice",
@@ -176,6 +180,8 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("post", "/models/{name}/warm"): Warmed,
     ("post", "/models/{name}/evict"): Evicted,
     ("post", "/models/{name}/verify"): ShownVerification,
+    ("post", "/models/{name}/materialize"): ShownMaterials,
+    ("get", "/models/{name}/materials"): ShownMaterials,
     ("get", "/verifications/{verification_id}"): ShownVerification,
     ("get", "/nodes"): Nodes,
     ("post", "/nodes/{node_id}/drain"): ShownNode,

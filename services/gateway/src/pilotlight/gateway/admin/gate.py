@@ -30,6 +30,7 @@ ACTIONS = (
     ("POST", re.compile(r"/models/(.+)/warm"), "model_warm"),
     ("POST", re.compile(r"/models/(.+)/verify"), "model_verify"),
     ("POST", re.compile(r"/models/(.+)/evict"), "model_evict"),
+    ("POST", re.compile(r"/models/(.+)/materialize"), "model_materialize"),
     ("PATCH", re.compile(r"/models/(.+)"), "model_change"),
     ("DELETE", re.compile(r"/models/(.+)"), "model_delete"),
     ("POST", re.compile(r"/nodes/([^/]+)/drain"), "node_drain"),

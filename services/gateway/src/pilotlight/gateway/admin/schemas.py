@@ -30,4 +30,5 @@ def model_body(stored: StoredModel) -> dict[str, Any]:
     body = {name: value for name, value in fields.items() if name not in MODEL_INTERNAL}
     body["created_at"] = stored.created_at.isoformat()
     body["updated_at"] = stored.updated_at.isoformat()
+    body["materialize"] = stored.materialize.value
     return body

@@ -34,6 +34,7 @@ from pilotlight.gateway.models.schemas import ModelChanges, NewModel, SloChanges
 from pilotlight.gateway.records.audit import SYSTEM, Actor
 from pilotlight.gateway.texts.model_text import ModelText
 from pilotlight.gateway.texts.texts import Texts
+from pilotlight.policy.builds import MaterializePolicy
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.model import Dtype, Model, ScalingBounds, Slo
 from pilotlight.text.bundle import MAX_TOKENIZER_BYTES, digest_of
@@ -115,7 +116,7 @@ class Registration:
             manifest_key(model.digest), encode_manifest(checkpoint.manifest)
         )
         await self._store.put_if_absent(text_key(model.text_digest), bundle)
-        stored = await self.models.add(model, actor)
+        stored = await self.models.add(model, actor, MaterializePolicy(body.materialize))
         await self._show()
         log.info(
             "model registered",

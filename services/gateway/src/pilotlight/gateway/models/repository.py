@@ -1,7 +1,7 @@
 """Registered models: rows of ``gateway.models``."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import AlreadyExists, ModelNotFound
 from pilotlight.gateway.records.audit import SYSTEM, Actor, record
+from pilotlight.policy.builds import MaterializePolicy
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.model import Model
 
@@ -27,6 +28,7 @@ class StoredModel:
     model: Model
     created_at: datetime
     updated_at: datetime
+    materialize: MaterializePolicy = MaterializePolicy.MANUAL
 
 
 class ModelRepository:
@@ -62,8 +64,13 @@ class ModelRepository:
             raise ModelNotFound(f"there is no model {name!r}", param="name")
         return _stored(row)
 
-    async def add(self, model: Model, actor: Actor = SYSTEM) -> StoredModel:
-        """Insert a new model.
+    async def add(
+        self,
+        model: Model,
+        actor: Actor = SYSTEM,
+        materialize: MaterializePolicy = MaterializePolicy.MANUAL,
+    ) -> StoredModel:
+        """Insert a new model; ``materialize`` says when its artifacts are built.
 
         Raises:
             AlreadyExists: the name is taken.
@@ -78,6 +85,7 @@ class ModelRepository:
                         body=to_row_json(model),
                         created_at=now,
                         updated_at=now,
+                        materialize=materialize.value,
                     )
                 )
                 work.emit("model_registered", model.name, {"digest": model.digest})
@@ -88,7 +96,7 @@ class ModelRepository:
             raise AlreadyExists(
                 f"a model named {model.name!r} is already registered", param="name"
             ) from error
-        return StoredModel(model=model, created_at=now, updated_at=now)
+        return StoredModel(model=model, created_at=now, updated_at=now, materialize=materialize)
 
     async def change(
         self, name: str, changed: Callable[[Model], Model], actor: Actor = SYSTEM
@@ -119,7 +127,7 @@ class ModelRepository:
                 key: {"from": was[key], "to": now_is[key]} for key in was if was[key] != now_is[key]
             }
             await record(work, self._clock, actor, "model_change", name, differences)
-        return StoredModel(model=model, created_at=row["created_at"], updated_at=now)
+        return replace(_stored(row), model=model, updated_at=now)
 
     async def remove(self, name: str, actor: Actor = SYSTEM) -> None:
         """Delete a model; its instances drain.
@@ -158,4 +166,5 @@ def _stored(row: Any) -> StoredModel:
         model=from_row_json(row["body"], Model),
         created_at=row["created_at"],
         updated_at=row["updated_at"],
+        materialize=MaterializePolicy(row["materialize"]),
     )

@@ -62,6 +62,10 @@ class NewModel(Body):
         description="How long an idle instance is kept.",
     )
     pinned: bool = Field(False, description="Never evicted for another model.")
+    materialize: Literal["manual", "auto"] = Field(
+        "manual",
+        description="When its artifacts are built: when an operator asks, or whenever a worker has time.",
+    )
 
 
 class SloChanges(Body):

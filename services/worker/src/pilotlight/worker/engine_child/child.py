@@ -36,7 +36,11 @@ log = structlog.get_logger()
 LOWEST_PRIORITY = 19
 FAULT_STATUS = 70
 """Exit status of a child that could not go on: its last frame says why."""
-ENGINE_MODULES = ("pilotlight.engine.engine", "pilotlight.worker.engine_child.device")
+ENGINE_MODULES = (
+    "pilotlight.engine.engine",
+    "pilotlight.worker.engine_child.device",
+    "pilotlight.worker.engine_child.environment",
+)
 CUDA_MODULES = tuple(
     f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler")
 )
@@ -79,6 +83,7 @@ def _serve(
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
+    from pilotlight.worker.engine_child.environment import environment_of
     from pilotlight.worker.engine_child.warmup import warm_up
 
     device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
@@ -97,6 +102,7 @@ def _serve(
         device_bytes=device.device_bytes,
         granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
         memory_bytes_per_s=device.memory_bytes_per_s,
+        environment=environment_of(device),
     )
     try:
         loop.run(up)

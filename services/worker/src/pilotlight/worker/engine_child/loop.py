@@ -16,7 +16,7 @@ import structlog
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import EngineFailed as EngineFailedError
-from pilotlight.common.errors import PilotlightError, error_of
+from pilotlight.common.errors import PilotlightError, RestoreFailed, error_of
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
@@ -148,13 +148,15 @@ class ChildLoop:
         self._send(up)
         while not self._ended:
             busy = bool(self._parts) or self._engine.has_work
-            pins = (
-                self._pins is not None and self._pins.waiting and not busy and not self._loads.any
-            )
-            self._receive(0 if busy or pins else self._idle_s())
+            idle = not busy and not self._loads.any
+            pins = idle and self._pins is not None and self._pins.waiting
+            proof = idle and self._loads.restoring.due
+            self._receive(0 if busy or pins or proof else self._idle_s())
             if pins and not self._received and self._pins is not None:
                 self._slate.write(Doing.OBEYING)
                 self._pins.pin_one()
+            if proof and not self._received:
+                self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
             if self._parts:
                 self._slate.write(Doing.OBEYING)
@@ -289,6 +291,7 @@ class ChildLoop:
         self._send(StageFailed(instance_id=instance_id, code=code, message=message))
 
     def _add(self, command: Run, sent_s: float) -> None:
+        self._loads.restoring.make_way(self._engine)
         is_first = self._prefills.sent(command.instance_id, command.request_id, sent_s)
         if is_first and self._faults.delay_s("prefill") > 0:
             start_s = self._clock.monotonic_s()
@@ -330,9 +333,10 @@ class ChildLoop:
         )
         for first in result.first_prefills:
             self._send(self._prefills.ended(first))
+            self._loads.restoring.first_token(first)
         self._pipelines.after(result)
         refused, self._refused = self._refused, []
-        produced = (*refused, *result.produced)
+        produced = (*refused, *self._loads.restoring.take(result.produced))
         counts = result.waiting, result.running, result.kv_free_tokens, result.kv_cached_tokens
         if (
             self._engine.channels
@@ -372,8 +376,8 @@ def last_words(connection: socket.socket, error: Exception) -> None:
 
 
 def _raise_if_lost(error: Exception) -> None:
-    """Raise an error after which the process can do nothing more on its device."""
-    if context_lost(error):
+    """Raise an error after which the process can do nothing more, or is not to be trusted."""
+    if context_lost(error) or isinstance(error, RestoreFailed):
         raise error
 
 

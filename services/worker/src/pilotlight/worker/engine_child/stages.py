@@ -20,6 +20,7 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.worker.engine_child.pins import Pins
+from pilotlight.worker.engine_child.restoring import Restoring
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
 
@@ -68,6 +69,7 @@ class StageLoads:
         self._faults = faults
         self._phases = phases
         self._loads: dict[InstanceId, _Load] = {}
+        self.restoring = Restoring()
         self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
 
     def __contains__(self, instance_id: InstanceId) -> bool:
@@ -84,6 +86,7 @@ class StageLoads:
         Raises:
             EngineError: the engine cannot hold it.
             OSError: the pool cannot be mapped.
+            RestoreFailed: its artifact does not fit what is here.
         """
         pool = self._map(command.pool_path)
         model = command.model
@@ -95,7 +98,11 @@ class StageLoads:
             command.device_bytes,
             model.slot,
         )
-        self._phases.record(command.instance_id, PhaseName.INIT, sent_s)
+        name = PhaseName.INIT
+        if command.artifact:
+            name = PhaseName.RESTORE
+            self.restoring.begin(command.instance_id, command.artifact, command.device_bytes, room)
+        self._phases.record(command.instance_id, name, sent_s)
         self._loads[command.instance_id] = _Load(room=room, pool=pool)
         return room
 
@@ -157,6 +164,7 @@ class StageLoads:
         """Forget a load that failed or is not wanted any more, and what was recorded of it."""
         self._loads.pop(instance_id, None)
         self._phases.drop(instance_id)
+        self.restoring.drop(instance_id)
 
     def _map(self, path: str) -> mmap.mmap:
         """The pool, read-only.

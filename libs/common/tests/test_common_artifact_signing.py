@@ -2,7 +2,7 @@
 
 import pytest
 
-from pilotlight.materializer.signing import is_signed, sign
+from pilotlight.common.artifact_signing import is_signed, sign
 from pilotlight.policy.ids import Digest
 
 FIELDS = {

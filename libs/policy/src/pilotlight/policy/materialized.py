@@ -1,0 +1,170 @@
+"""Materialized state: what a start would compute, computed once (MEDUSA, sections 3 to 5).
+
+An artifact is valid for one fingerprint: everything that its contents depend on. A start uses it
+only if every field is equal; the first that differs is what is told.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
+
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.ids import Digest
+from pilotlight.policy.model import Dtype, Model
+
+FORMAT = 1
+"""Of artifacts; others are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What an engine runs on, as its process says."""
+
+    engine: str
+    """Release, and a digest of the engine's sources."""
+    device_kind: DeviceKind
+    device_name: str
+    memory_bytes: int
+    """Of the device; 0 for cores, whose memory is a setting."""
+    driver: str
+    cuda: str
+    torch: str
+    kernels: str
+    """Version of the library that compiles kernels."""
+    arena_address: int
+    granule_bytes: int
+    step_tokens: int
+    """Tokens of a forward pass, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Everything that an artifact's validity depends on (design 8)."""
+
+    environment: Environment
+    model_digest: Digest
+    dtype: Dtype
+    slot: int
+    max_context_tokens: int
+
+    @classmethod
+    def of(cls, environment: Environment, model: Model) -> "Fingerprint":
+        """That of a model in an environment."""
+        return cls(
+            environment=environment,
+            model_digest=model.digest,
+            dtype=model.dtype,
+            slot=model.slot,
+            max_context_tokens=model.spec.max_context_tokens,
+        )
+
+    @property
+    def digest(self) -> Digest:
+        """Its name: 64 hexadecimal digits."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return Digest(hashlib.blake2b(text.encode(), digest_size=32).hexdigest())
+
+
+_Facts = TypeVar("_Facts", Fingerprint, Environment)
+
+
+def first_difference(ours: Fingerprint, theirs: Fingerprint) -> str | None:
+    """The name of the first field in which two fingerprints differ; None: they are equal."""
+    of_model = _differs(ours, theirs, skip="environment")
+    return of_model or _differs(ours.environment, theirs.environment)
+
+
+def _differs(ours: _Facts, theirs: _Facts, skip: str = "") -> str | None:
+    names = (one.name for one in fields(ours) if one.name != skip)
+    return next((name for name in names if getattr(ours, name) != getattr(theirs, name)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How device memory was divided when the artifact was made.
+
+    ::
+
+        device_bytes  [ parameter_bytes | kv_capacity_tokens * kv_bytes_per_token | waste ]
+    """
+
+    device_bytes: int
+    parameter_bytes: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+
+    def admits(self, device_bytes: int, kv_capacity_tokens: int) -> bool:
+        """Whether a stage that was given other bytes is consistent with this layout: MEDUSA's
+        invariant (section 4), which a start with more or less free memory keeps by computing the
+        room from the recorded division, never by profiling.
+
+        Args:
+            device_bytes: that the stage has.
+            kv_capacity_tokens: that it found room for.
+        """
+        if device_bytes == self.device_bytes:
+            return kv_capacity_tokens == self.kv_capacity_tokens
+        if device_bytes < self.device_bytes:
+            return kv_capacity_tokens <= self.kv_capacity_tokens
+        return kv_capacity_tokens >= self.kv_capacity_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTime:
+    """t_p: a prompt of so many tokens, alone, through all layers."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTime:
+    """t_d: one token for each request of a batch."""
+
+    batch: int
+    context_tokens: int
+    """Of each request."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Timings of a model on a device, measured offline."""
+
+    load_bytes_per_s: float
+    """From the host pool to the device, as the engine's probe found it."""
+    prefill: tuple[PrefillTime, ...]
+    decode: tuple[DecodeTime, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """A prompt, and what the model made of it when the artifact was built: most probable tokens,
+    which every restore must give again.
+    """
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """A part of an artifact that is an object of its own."""
+
+    kind: str
+    digest: Digest
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """The manifest of one artifact."""
+
+    format: int
+    fingerprint: Fingerprint
+    layout: Layout
+    profile: Profile
+    canary: Canary
+    blobs: tuple[Blob, ...] = ()
+    """Graphs and kernels; none where nothing is captured."""

@@ -1,0 +1,63 @@
+"""Rows of builds and artifacts, as what they say."""
+
+from datetime import datetime
+from typing import Any
+
+from pilotlight.common.db.mapping import from_row_json
+from pilotlight.common.messages.artifacts import ArtifactFact, BuildFact
+from pilotlight.policy.builds import Build, BuildState, MaterializePolicy
+from pilotlight.policy.ids import Digest, ModelName, WorkerId
+from pilotlight.policy.materialized import Artifact
+from pilotlight.policy.model import Model
+
+
+def model_of(row: Any) -> tuple[Model, MaterializePolicy]:
+    """A registered model, and when its artifacts are built."""
+    return from_row_json(row["body"], Model), MaterializePolicy(row["materialize"])
+
+
+def build_of(row: Any, now_s: float) -> Build:
+    """What a choice goes by."""
+    return Build(
+        fingerprint=Digest(row.fingerprint),
+        model=ModelName(row.model),
+        model_digest=Digest(row.model_digest),
+        state=BuildState(row.state),
+        attempt=row.attempt,
+        changed_s=row.changed_at.timestamp(),
+        lease_left_s=row.leased_until.timestamp() - now_s,
+    )
+
+
+def fact_of(row: Any) -> BuildFact:
+    """What is told of a build."""
+    return BuildFact(
+        fingerprint=Digest(row.fingerprint),
+        state=row.state,
+        step=row.step,
+        share=row.share,
+        attempt=row.attempt,
+        worker_id=WorkerId(row.worker_id),
+        reason=row.reason,
+        changed_at=told(row.changed_at),
+    )
+
+
+def artifact_of(row: Any) -> ArtifactFact:
+    """What is told of an artifact."""
+    artifact = None if row.body is None else from_row_json(row.body, Artifact)
+    longest = max(artifact.profile.prefill, key=lambda one: one.tokens) if artifact else None
+    rate = longest.tokens / longest.seconds if longest and longest.seconds > 0 else 0.0
+    return ArtifactFact(
+        fingerprint=Digest(row.fingerprint),
+        kind=row.kind,
+        size_bytes=row.size_bytes,
+        created_at=told(row.created_at),
+        made_for=artifact.fingerprint if artifact else None,
+        prefill_tokens_per_s=round(rate, 1),
+    )
+
+
+def told(moment: datetime | None) -> str:
+    """A moment in a message; empty: there is none."""
+    return "" if moment is None else moment.isoformat()

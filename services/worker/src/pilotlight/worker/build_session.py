@@ -1,0 +1,178 @@
+"""One engine child of a build: a model loaded into it, prompts run through it, what that took."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pilotlight.common.errors import EngineFailed, error_of
+from pilotlight.common.messages.engine import (
+    EngineUp,
+    LoadStage,
+    PlacePart,
+    Run,
+    StageFailed,
+    StageLoaded,
+    StageOpened,
+    StepDone,
+)
+from pilotlight.common.waiting import cancel_all, within
+from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
+from pilotlight.policy.model import Model
+from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
+from pilotlight.worker.loading import PartLease, PartSource
+
+INSTANCE = InstanceId("build")
+EVENT_S = 300.0
+"""Between two words of an engine that has something to do."""
+PART_S = 300.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of some requests that ran together."""
+
+    outputs: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    steps: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """Of each step that ran something, its tokens and its seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return sum(seconds for _, seconds in self.steps)
+
+
+class BuildSession:
+    """A fresh engine and the one model in it. Ends with ``close``, or with its task."""
+
+    def __init__(self, engine: EngineClient, source: PartSource, worker_id: WorkerId) -> None:
+        self._engine = engine
+        self._source = source
+        self._worker_id = worker_id
+        self._events = aiter(engine.events())
+        self._runs = 0
+
+    async def start(self) -> EngineUp:
+        """Start the engine.
+
+        Raises:
+            EngineFailed: it does not start.
+        """
+        return await self._engine.start()
+
+    async def close(self) -> None:
+        """End the engine."""
+        await self._engine.stop()
+
+    async def load(self, model: Model, device_bytes: int, artifact: bytes = b"") -> int:
+        """Load all of a model.
+
+        Args:
+            model: which.
+            device_bytes: for parameters and KV.
+            artifact: what it is restored from.
+
+        Returns:
+            Room for tokens.
+
+        Raises:
+            PilotlightError: parts cannot be had, or the engine does not take them.
+        """
+        parts = model.spec.parts_of(model.spec.whole)
+        lease = await self._source.lease(self._worker_id, INSTANCE, model, parts)
+        async with lease:
+            await self._engine.load_stage(
+                LoadStage(
+                    instance_id=INSTANCE,
+                    model=model,
+                    stage=model.spec.whole,
+                    device_bytes=device_bytes,
+                    pool_path=lease.pool_path,
+                    artifact=artifact,
+                )
+            )
+            loading = asyncio.create_task(self._loaded(), name="loading for a build")
+            feeding = asyncio.create_task(self._feed(lease), name="parts for a build")
+            try:
+                await asyncio.wait({loading, feeding}, return_when=asyncio.FIRST_COMPLETED)
+                if feeding.done():
+                    feeding.result()
+                return await loading
+            finally:
+                await cancel_all((loading, feeding))
+
+    async def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Outcome:
+        """Run prompts together to their ends, with the most probable tokens.
+
+        Raises:
+            EngineFailed: the engine ended, or refused one.
+        """
+        self._runs += 1
+        outcome = Outcome()
+        sampling = Sampling(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        names = [f"build-{self._runs}-{index}" for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            outcome.outputs[name] = []
+            await self._engine.run(
+                Run(
+                    request_id=RequestId(name),
+                    attempt=1,
+                    instance_id=INSTANCE,
+                    prompt_ids=list(prompt),
+                    output_ids=[],
+                    sampling=sampling,
+                )
+            )
+        left = set(names)
+        while left:
+            event = await self._next()
+            if isinstance(event, StepDone):
+                left -= _note(event, outcome)
+        return outcome
+
+    async def _feed(self, lease: PartLease) -> None:
+        frames = aiter(lease)
+        while (ready := await within(PART_S, anext(frames, None), "the next part")) is not None:
+            await self._engine.place_part(
+                PlacePart(instance_id=INSTANCE, part=ready.part, tensors=ready.tensors)
+            )
+
+    async def _loaded(self) -> int:
+        room_tokens = 0
+        while True:
+            event = await self._next()
+            if isinstance(event, StageOpened):
+                room_tokens = event.kv_capacity_tokens
+            elif isinstance(event, StageLoaded):
+                return event.kv_capacity_tokens or room_tokens
+            elif isinstance(event, StageFailed):
+                raise error_of(event.code, event.message)
+
+    async def _next(self) -> EngineEvent:
+        told = await within(EVENT_S, anext(self._events, None), "an engine's word")
+        if told is None:
+            raise EngineFailed("the engine of the build was ended")
+        event = told.message
+        if isinstance(event, EngineDied):
+            raise error_of(event.code, f"the engine of the build ended: {event.reason}")
+        return event
+
+
+def _note(step: StepDone, outcome: Outcome) -> set[str]:
+    """What a step did; the requests that it ended.
+
+    Raises:
+        EngineFailed: one was refused.
+    """
+    ended: set[str] = set()
+    if step.batch_tokens:
+        outcome.steps.append((step.batch_tokens, step.step_time_s))
+    for one in step.produced:
+        if one.request_id not in outcome.outputs:
+            continue
+        outcome.outputs[one.request_id].extend(one.token_ids)
+        if one.finish is FinishReason.ERROR:
+            raise EngineFailed(f"a prompt of the build was refused: {one.code}: {one.message}")
+        if one.finish is not None:
+            ended.add(one.request_id)
+    return ended

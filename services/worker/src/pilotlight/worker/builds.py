@@ -1,0 +1,310 @@
+"""Builds of artifacts by a worker that has time.
+
+::
+
+    no demand for a while ──claim──> build ──finish──> listed
+            ^                          │ a load or a request comes: the child is killed, the build goes back
+            └──────────────────────────┘
+
+The builder is a component of its own: an engine child beside the worker's, in device memory that
+nothing has. Demand goes first, always: the kill does not wait for the build.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+from blake3 import blake3
+
+from pilotlight.common.bus import Subscription
+from pilotlight.common.errors import BusUnavailable, PilotlightError, TransientError
+from pilotlight.common.messages.artifacts import (
+    BUILD_WANTED_SUBJECT,
+    CLAIM_BUILD_SUBJECT,
+    END_BUILD_SUBJECT,
+    FINISH_BUILD_SUBJECT,
+    REPORT_BUILD_SUBJECT,
+    ArtifactPublished,
+    BuildClaimed,
+    BuildHeard,
+    BuildWanted,
+    ClaimBuild,
+    ClaimedBuild,
+    EndBuild,
+    FinishBuild,
+    ReportBuild,
+)
+from pilotlight.common.store import ObjectStore, artifact_key
+from pilotlight.common.waiting import Backoff, Wake, cancel_all, pause
+from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.ids import Digest
+from pilotlight.worker.artifacts import Artifacts
+from pilotlight.worker.build_session import BuildSession
+from pilotlight.worker.build_steps import build
+from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.engines.client import EngineClient
+from pilotlight.worker.held_table import HeldTable
+from pilotlight.worker.loading import PartSource
+
+log = structlog.get_logger()
+
+ASK_S = 5.0
+"""Deadline of each request to the materializer."""
+LOOK_S = 30.0
+"""About how often a worker without demand asks whether there is something to build."""
+STORE_TRIES = 5
+BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
+
+
+class Builds:
+    """A component: builds while there is no demand."""
+
+    def __init__(
+        self,
+        core: WorkerCore,
+        held: Callable[[], HeldTable],
+        source: PartSource,
+        make_engine: Callable[[], EngineClient],
+        artifacts: Artifacts,
+        store: ObjectStore,
+        idle_s: float,
+    ) -> None:
+        """Builds nothing yet.
+
+        Args:
+            core: the worker's.
+            held: its stages.
+            source: of parts.
+            make_engine: makes an engine for one build, not started.
+            artifacts: hears of what was built.
+            store: takes what was built.
+            idle_s: without demand, before a build is looked for.
+        """
+        self._core = core
+        self._held = held
+        self._source = source
+        self._make_engine = make_engine
+        self._artifacts = artifacts
+        self._store = store
+        self._idle_s = idle_s
+        self._looking: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[bytes] | None = None
+        self._engine: EngineClient | None = None
+        self._demand_s = core.clock.monotonic_s()
+        """When there was demand last."""
+        self._yielded = False
+        self._subscription: Subscription | None = None
+        self._wake = Wake()
+        self._rng = random.Random()
+
+    async def start(self) -> None:
+        """Look for builds from now on."""
+        if self._looking is None:
+            self._core.make_way = self.make_way
+            self._subscription = await self._core.bus.subscribe(
+                BUILD_WANTED_SUBJECT, BuildWanted, self._on_wanted
+            )
+            name = f"builds of {self._core.worker_id}"
+            self._looking = self._core.background.spawn(name, self._look())
+
+    async def stop(self) -> None:
+        """End a build that runs, and look for no more."""
+        looking, self._looking = self._looking, None
+        if self._subscription is not None:
+            await self._subscription.end()
+            self._subscription = None
+        if looking is not None:
+            await cancel_all((looking,))
+
+    def make_way(self) -> None:
+        """There is demand: end the build."""
+        self._demand_s = self._core.clock.monotonic_s()
+        if self._building is not None and not self._building.done():
+            self._yielded = True
+            self._building.cancel()
+            if self._engine is not None:
+                # An orderly end could take seconds.
+                self._core.background.spawn(
+                    "end of a build", self._engine.kill("the build makes way")
+                )
+
+    @property
+    def _idle(self) -> bool:
+        """Nothing loads or runs, and has not for a while."""
+        held = self._held()
+        quiet_s = self._core.clock.monotonic_s() - self._demand_s
+        return (
+            self._core.engine.alive
+            and quiet_s >= self._idle_s
+            and not self._core.table.running
+            and not any(one.state is HeldState.LOADING for one in held)
+        )
+
+    @property
+    def _room_bytes(self) -> int:
+        """Of the device, what nothing has."""
+        taken = sum(one.hold.device_bytes for one in self._held())
+        return max(0, self._core.device_bytes - taken)
+
+    async def _on_wanted(self, wanted: BuildWanted) -> None:
+        self._wake.set()
+
+    async def _look(self) -> None:
+        next_s = 0.0
+        while True:
+            asked = await self._wake.wait(min(self._idle_s, LOOK_S))
+            self._wake.clear()
+            if asked:
+                next_s = 0.0
+            now_s = self._core.clock.monotonic_s()
+            environment = self._core.environment
+            if environment is None or now_s < next_s or not self._idle:
+                continue
+            next_s = now_s + LOOK_S * self._rng.uniform(0.8, 1.2)
+            request = ClaimBuild(
+                worker_id=self._core.worker_id,
+                environment=environment,
+                room_bytes=self._room_bytes,
+            )
+            with suppress(PilotlightError):
+                claimed = await self._core.bus.request(
+                    CLAIM_BUILD_SUBJECT, request, BuildClaimed, deadline_s=ASK_S
+                )
+                if claimed.build is not None:
+                    await self._build(claimed.build)
+                    next_s = 0.0  # There may be more.
+
+    async def _build(self, claimed: ClaimedBuild) -> None:
+        progress = _Progress()
+        log.info("build begins", action="build_begun", model=claimed.model.name)
+        self._yielded = False
+        self._building = asyncio.create_task(
+            build(claimed, self._session, progress.tell), name=f"build {claimed.model.name}"
+        )
+        renewing = asyncio.create_task(self._renew(claimed, progress), name="lease of a build")
+        outcome, code, message = "built", "", ""
+        try:
+            if not self._idle:
+                self.make_way()
+            manifest = await self._building
+            await self._publish(claimed, manifest, progress)
+            self._artifacts.forget(claimed.fingerprint.digest)
+        except asyncio.CancelledError:
+            if not self._building.cancelled() or not self._yielded:
+                # Not the build was called off, but this.
+                await self._kill()
+                await cancel_all((self._building,))
+                await self._end(claimed, yielded=True)
+                raise
+            outcome = "yielded"
+        except PilotlightError as error:
+            outcome = "yielded" if self._yielded else error.code
+            code, message = error.code, error.message
+        finally:
+            await self._kill()
+            await cancel_all((renewing, self._building))
+            self._building = None
+        self._core.metrics.builds.labels(outcome=outcome).inc()
+        log.info("build ended", action="build_ended", outcome=outcome, error=message)
+        if outcome != "built":
+            await self._end(claimed, yielded=outcome == "yielded", code=code, message=message)
+
+    def _session(self) -> BuildSession:
+        self._engine = self._make_engine()
+        return BuildSession(self._engine, self._source, self._core.worker_id)
+
+    async def _kill(self) -> None:
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            await engine.kill("the build makes way")
+            await engine.stop()
+
+    async def _renew(self, claimed: ClaimedBuild, progress: "_Progress") -> None:
+        """Keep the lease, and tell how far it is, until it is not ours any more."""
+        while True:
+            await progress.changed.wait(claimed.lease_s / 4)
+            progress.changed.clear()
+            report = ReportBuild(
+                fingerprint=claimed.fingerprint.digest,
+                worker_id=self._core.worker_id,
+                attempt=claimed.attempt,
+                step=progress.step,
+                share=progress.share,
+            )
+            # Unheard is not lost: the lease says when.
+            with suppress(PilotlightError):
+                heard = await self._core.bus.request(
+                    REPORT_BUILD_SUBJECT, report, BuildHeard, deadline_s=ASK_S
+                )
+                if not heard.yours and self._building is not None:
+                    self._yielded = True
+                    self._building.cancel()
+                    return
+
+    async def _publish(self, claimed: ClaimedBuild, manifest: bytes, progress: "_Progress") -> None:
+        """Announce the object, write it, have it listed.
+
+        Raises:
+            PilotlightError: it is not listed; what was written goes.
+        """
+        digest = Digest(blake3(manifest).hexdigest())
+        announced = ReportBuild(
+            fingerprint=claimed.fingerprint.digest,
+            worker_id=self._core.worker_id,
+            attempt=claimed.attempt,
+            step=progress.step,
+            share=progress.share,
+            blobs=(digest,),
+        )
+        finished = FinishBuild(
+            fingerprint=claimed.fingerprint.digest,
+            worker_id=self._core.worker_id,
+            attempt=claimed.attempt,
+            manifest_digest=digest,
+            size_bytes=len(manifest),
+        )
+        for attempt in range(STORE_TRIES):
+            try:
+                heard = await self._core.bus.request(
+                    REPORT_BUILD_SUBJECT, announced, BuildHeard, deadline_s=ASK_S
+                )
+                if not heard.yours:
+                    raise BusUnavailable("the build is another worker's by now")
+                await self._store.put_if_absent(artifact_key(digest), manifest)
+                await self._core.bus.request(
+                    FINISH_BUILD_SUBJECT, finished, ArtifactPublished, deadline_s=ASK_S
+                )
+                return
+            except TransientError:
+                if attempt == STORE_TRIES - 1:
+                    raise
+                await pause(BACKOFF.delay_s(attempt, self._rng))
+
+    async def _end(
+        self, claimed: ClaimedBuild, *, yielded: bool, code: str = "", message: str = ""
+    ) -> None:
+        ended = EndBuild(
+            fingerprint=claimed.fingerprint.digest,
+            worker_id=self._core.worker_id,
+            attempt=claimed.attempt,
+            yielded=yielded,
+            code=code,
+            message=message,
+        )
+        # If nobody hears it, the lease ends by itself.
+        with suppress(PilotlightError):
+            await self._core.bus.request(END_BUILD_SUBJECT, ended, BuildHeard, deadline_s=ASK_S)
+
+
+class _Progress:
+    """How far a build is."""
+
+    def __init__(self) -> None:
+        self.step, self.share = "", 0.0
+        self.changed = Wake()
+
+    async def tell(self, step: str, share: float) -> None:
+        self.step, self.share = step, share
+        self.changed.set()
