@@ -249,7 +249,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     texts = build_texts(context)
     catalog = Catalog(database, context, texts)
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
-    usage = UsageRecorder(database, clock, background)
+    usage = UsageRecorder(database, clock, background, folder=settings.run_dir)
     serving = build_serving(context, DecisionReader(database))
     measures = Measures(context.metrics, serving.queue, serving.relay)
     exchanges = ExchangeParts(

@@ -2,6 +2,7 @@
 
 import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -216,13 +217,12 @@ class OpenAiApi:
             BadRequest: a header makes no sense.
         """
         arrived_s = self._clock.monotonic_s()
-        given = request.headers
         key = keyless or await self._key(request, headers)
         return Asker(
             request_id=RequestId(request.state.request_id),
             key=key,
             arrived_s=arrived_s,
-            cold_start=cold_start_of(given),
+            cold_start=cold_start_of(request.headers),
         )
 
     async def read(self, request: Request, as_type: type[B], key: KeyInfo) -> B:
@@ -364,7 +364,7 @@ class OpenAiApi:
         first = TokenRequest(
             request_id=asked.asker.request_id,
             model=entry.model,
-            prompt_ids=prompt_ids,
+            prompt_ids=array("I", prompt_ids),
             sampling=sampling,
             arrived_s=asked.asker.arrived_s,
             cold_start=asked.asker.cold_start,

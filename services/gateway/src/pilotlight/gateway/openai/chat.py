@@ -32,6 +32,8 @@ from pilotlight.text.tools.parser import CallPiece
 class ChatShapes(Shapes):
     """Chat completions and their chunks."""
 
+    __slots__ = ("_created", "_id", "_logprobs", "_model", "_no_usage", "_tools")
+
     def __init__(
         self,
         request_id: RequestId,

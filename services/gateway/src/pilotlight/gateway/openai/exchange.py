@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from types import TracebackType
 
 import msgspec
 from starlette.responses import Response
@@ -19,6 +19,8 @@ from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.usage_sink import UsageSink
+from pilotlight.gateway.records.usage_journal import Meter
 from pilotlight.gateway.schema.replies import PlacedToken, PromptDetails, Usage
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.merged import merged
@@ -26,32 +28,6 @@ from pilotlight.gateway.serving.requests import Requests
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
-
-
-class UsageSink(Protocol):
-    """Where finished requests are noted (``UsageRecorder``)."""
-
-    def record(
-        self,
-        *,
-        model: str,
-        key_id: str,
-        request_id: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        status: str,
-    ) -> None:
-        """Note one; never waits.
-
-        Args:
-            model: its name.
-            key_id: of the API key that pays.
-            request_id: the client's request.
-            prompt_tokens: counted once, also for several choices.
-            output_tokens: of all choices.
-            status: ``ok``, ``cancelled`` or an error's code.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +96,7 @@ class Choice:
         "_taker",
         "answer",
         "around",
+        "exchange",
         "first_token_s",
         "index",
         "is_held",
@@ -142,6 +119,8 @@ class Choice:
         self.first_token_s: float | None = None
         """From arrival."""
         self._parts = parts
+        self.exchange: Exchange | None = None
+        """While it runs."""
         self._taker: PieceTaker | None = None
         """Of what happens to it, while it runs."""
 
@@ -152,7 +131,10 @@ class Choice:
 
     async def _listen(self, update: Update) -> bool:
         assert self._taker is not None, "it runs"
-        await self._taker(Piece(self.index, self._take(update), self.answer.finish_reason))
+        what = self._take(update)
+        if self.exchange is not None and isinstance(what, Delta):
+            self.exchange.meter_output()
+        await self._taker(Piece(self.index, what, self.answer.finish_reason))
         # A stop string, or the end: no more is wanted, and what the engine still does is cancelled.
         return self.answer.finish_reason is not None
 
@@ -190,6 +172,8 @@ class Exchange:
     One choice's error is that of all.
     """
 
+    __slots__ = ("_choices", "_key_id", "_meter", "_options", "_parts")
+
     def __init__(
         self, parts: ExchangeParts, choices: Sequence[Choice], options: Options, key_id: str
     ) -> None:
@@ -197,29 +181,14 @@ class Exchange:
         self._choices = choices
         self._options = options
         self._key_id = key_id
+        self._meter: Meter | None = None
 
     def response(self, shapes: Shapes) -> ASGIApp:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
-            return EventStream(partial(self._events, shapes))
+            events = _Events(self, self._choices, shapes, self._options)
+            return EventStream(events.run, within=self, last=events.last)
         return Answering(partial(self.whole, shapes))
-
-    async def _events(self, shapes: Shapes, write: Write) -> None:
-        await self.run(partial(self._event, shapes, write))
-        last = sse.event(shapes.usage_chunk(self.usage())) if self._options.include_usage else b""
-        await write(last + sse.DONE)
-
-    async def _event(self, shapes: Shapes, write: Write, piece: Piece) -> None:
-        choice = self._choices[piece.index]
-        choice.is_held = isinstance(piece.what, Held)
-        if isinstance(piece.what, Held):
-            if not any(each.is_held for each in self._choices[: piece.index]):
-                await write(sse.comment(progress_text(piece.what)))
-            return
-        data = _events_of(choice, piece, piece.what, shapes)
-        choice.opened = True
-        if data:
-            await write(data)
 
     async def whole(self, shapes: Shapes) -> Response:
         """The answer in one piece.
@@ -264,18 +233,51 @@ class Exchange:
         Raises:
             PilotlightError: one of them failed.
         """
-        status = "cancelled"
-        try:
-            await merged([choice.run for choice in self._choices], take)
-            status = "ok"
-        except PilotlightError as error:
-            status = error.code
-            raise
-        except Exception:
-            status = "internal"
-            raise
-        finally:
-            self._record(status)
+        with self:
+            await self.running(take)
+
+    def running(self, take: PieceTaker) -> Awaitable[None]:
+        """As ``run``, within the exchange as a context manager: for those that wait without a
+        coroutine for that.
+        """
+        return merged([choice.run for choice in self._choices], take)
+
+    def __enter__(self) -> None:
+        for choice in self._choices:
+            choice.exchange = self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for choice in self._choices:
+            choice.exchange = None
+        match error:
+            case None:
+                self._record("ok")
+            case PilotlightError():
+                self._record(error.code)
+            case Exception():
+                self._record("internal")
+            case _:
+                self._record("cancelled")
+
+    def meter_output(self) -> None:
+        """Before output goes to the client: note how much there is."""
+        output_tokens = sum([choice.answer.output_tokens for choice in self._choices])
+        if self._meter is None:
+            request = self._choices[0].request
+            self._meter = self._parts.usage.meter(
+                model=request.model.name,
+                key_id=self._key_id,
+                request_id=request.request_id,
+                prompt_tokens=self.usage().prompt_tokens,
+                streamed=self._options.stream,
+            )
+        if self._meter is not None:
+            self._meter.output(output_tokens)
 
     def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
@@ -309,6 +311,7 @@ class Exchange:
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             status=status,
+            meter=self._meter,
         )
         self._parts.measures.finished(
             request.model.name,
@@ -331,6 +334,43 @@ class Exchange:
             first_token_s=first_token_s,
             elapsed_s=elapsed_s,
         )
+
+
+class _Events:
+    """An exchange as a stream of events."""
+
+    __slots__ = ("_choices", "_exchange", "_options", "_shapes", "_write")
+
+    def __init__(
+        self, exchange: Exchange, choices: Sequence[Choice], shapes: Shapes, options: Options
+    ) -> None:
+        self._exchange, self._choices = exchange, choices
+        self._shapes, self._options = shapes, options
+
+    def run(self, write: Write) -> Awaitable[None]:
+        """Write all events but the last. No coroutine of its own: as many requests as wait would
+        each keep it.
+        """
+        self._write = write
+        return self._exchange.running(self._take)
+
+    def last(self) -> bytes:
+        """The events at the end."""
+        if not self._options.include_usage:
+            return sse.DONE
+        return sse.event(self._shapes.usage_chunk(self._exchange.usage())) + sse.DONE
+
+    async def _take(self, piece: Piece) -> None:
+        choice = self._choices[piece.index]
+        choice.is_held = isinstance(piece.what, Held)
+        if isinstance(piece.what, Held):
+            if not any(each.is_held for each in self._choices[: piece.index]):
+                await self._write(sse.comment(progress_text(piece.what)))
+            return
+        data = _events_of(choice, piece, piece.what, self._shapes)
+        choice.opened = True
+        if data:
+            await self._write(data)
 
 
 def _events_of(choice: Choice, piece: Piece, delta: Delta, shapes: Shapes) -> bytes:

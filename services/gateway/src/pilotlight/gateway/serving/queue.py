@@ -12,18 +12,25 @@ is for them.
 import asyncio
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
-from pilotlight.common.waiting import Wake
+from pilotlight.common.waiting import SharedTimers
 from pilotlight.gateway.serving.route import Route, Router, Siblings
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
+
+PROGRESS_INTERVAL_S = 1.0
+MAX_PROGRESS_INTERVAL_S = 10.0
+TOLD_PER_S = 1000
+"""So many of those that wait are told of their progress in a second: all of them each second would
+take the whole of a core from 10,000 on."""
+TIMER_STEP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,19 @@ class Ticket:
 class Place:
     """One request's place; a context manager that frees it whatever happens."""
 
+    __slots__ = (
+        "_queue",
+        "_taken",
+        "_waiter",
+        "assigned",
+        "assigned_s",
+        "demanded_s",
+        "error",
+        "order",
+        "ticket",
+        "waited",
+    )
+
     def __init__(self, queue: "PendingQueue", ticket: Ticket, number: int) -> None:
         self.ticket = ticket
         self.demanded_s: float | None = None
@@ -59,18 +79,25 @@ class Place:
         self.error: PilotlightError | None = None
         self._queue = queue
         self._taken = False
-        self._changed = Wake()
+        self._waiter: asyncio.Future[bool] | None = None
 
     @property
     def counts(self) -> bool:
         """It is part of the demand: instances may start for it."""
         return self.ticket.cold_start is not ColdStart.WARM_ONLY
 
-    async def decided(self, at_most_s: float) -> bool:
-        """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
-        if self.assigned is not None or self.error is not None:
-            return True
-        return await self._changed.wait(max(0.0, at_most_s))
+    def decided(self, at_most_s: float) -> Awaitable[bool]:
+        """Until there is an instance or an error; False when ``at_most_s`` passed first.
+
+        No coroutine: as many as wait here would each keep one.
+        """
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        decided = self.assigned is not None or self.error is not None
+        if decided or at_most_s <= 0:
+            waiter.set_result(decided)
+        else:
+            self._queue.timers.limit(waiter, at_most_s)
+        return waiter
 
     def take(self) -> Route:
         """The assigned instance. The caller tells the router how the submit ended.
@@ -99,7 +126,8 @@ class Place:
     def settle(self, route: Route | None, error: PilotlightError | None) -> None:
         """For the queue: decide."""
         self.assigned, self.error = route, error
-        self._changed.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
 
 @dataclass(slots=True)
@@ -121,6 +149,8 @@ class PendingQueue:
         self._numbers = itertools.count()
         self._closed: PilotlightError | None = None
         self._held = 0
+        self.timers = SharedTimers(TIMER_STEP_S)
+        """Of places."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the demand has changed."""
 
@@ -128,6 +158,11 @@ class PendingQueue:
     def held(self) -> int:
         """Requests that wait."""
         return self._held
+
+    @property
+    def progress_interval_s(self) -> float:
+        """How often each of those that wait is told how far it has come."""
+        return min(max(PROGRESS_INTERVAL_S, self._held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
 
     def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
         """Take a place; it may have its instance at once.
