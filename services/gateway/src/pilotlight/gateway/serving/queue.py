@@ -11,9 +11,10 @@ is for them.
 
 import asyncio
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
@@ -133,6 +134,8 @@ class Place:
 @dataclass(slots=True)
 class _Line:
     places: list[Place] = field(default_factory=list[Place])
+    conditional: bool = False
+    """Some of them may not wait for a start, or were there and are not any more."""
     handed: set[Place] = field(default_factory=set[Place])
     """Assigned to instances that are loading, from then until those are ready, or the attempt has
     ended."""
@@ -188,6 +191,7 @@ class PendingQueue:
         if not returning:
             self._admit(line)
         place.waited = True
+        line.conditional |= ticket.cold_start is not ColdStart.ALLOW
         insort(line.places, place, key=_order)
         self._held += 1
         self.on_change()
@@ -313,17 +317,14 @@ class PendingQueue:
         self.on_change()
 
     def _admit(self, line: _Line) -> None:
-        oldest_s = min(
-            (place.ticket.since_s for place in line.places), default=self._clock.monotonic_s()
-        )
-        facts = QueueFacts(
-            total_requests=self._held,
-            model_requests=len(line.places),
-            oldest_age_s=self._clock.monotonic_s() - oldest_s,
-        )
-        answer = admit_held(facts, self._bounds, None)
-        if not answer.admitted:
-            raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+        facts = QueueFacts(total_requests=self._held, model_requests=len(line.places))
+        if admit_held(facts, self._bounds, None).admitted:
+            return
+        # Only those that are turned away ask all that wait how long they have.
+        oldest_s = min((place.ticket.since_s for place in line.places), default=math.inf)
+        age_s = max(0.0, self._clock.monotonic_s() - oldest_s)
+        answer = admit_held(replace(facts, oldest_age_s=age_s), self._bounds, None)
+        raise TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
 
     def _pick(self, ticket: Ticket) -> Route | None:
         route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
@@ -336,8 +337,9 @@ class PendingQueue:
 
     def _let_go_cold(self, model: ModelName, line: _Line) -> None:
         """Refuse what may not wait for a start, once no instance is ready any more."""
-        if self._router.is_warm(model):
+        if not line.conditional or self._router.is_warm(model):
             return
+        line.conditional = False
         cold = [place for place in line.places if place.ticket.cold_start is not ColdStart.ALLOW]
         line.places = [place for place in line.places if place.ticket.cold_start is ColdStart.ALLOW]
         self._held -= len(cold)
