@@ -1,6 +1,8 @@
 """Usage of gateways that are killed: their file, and the one that takes it over."""
 
 import asyncio
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -134,6 +136,25 @@ def test_slots_are_used_again_and_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     second.written()
     assert _begin(journal, "d", model="m" * 1000) is None
     journal.close()
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(usage_journal, "SLOTS_AT_A_TIME", 2)
+    journal = UsageJournal(tmp_path, WRITER)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    first, second = _begin(journal, "a"), _begin(journal, "b")
+    assert _begin(journal, "c") is None
+    for meter in (first, second):
+        assert meter is not None
+        meter.output(1)
+        meter.written()
+    journal.close()
+    with pytest.raises(OSError, match="no space"):
+        UsageJournal(tmp_path, WRITER)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_journal_has_no_rows(tmp_path: Path) -> None:

@@ -28,8 +28,11 @@ LOST_STATUS = "gateway_lost"
 """Of a stream that ended with its gateway."""
 MAX_SLOTS = 65_536
 """Requests that run or whose rows wait for the database; of more, a killed gateway loses what is
-not written. The file is sparse."""
+not written."""
 SLOT_BYTES = 512
+SLOTS_AT_A_TIME = 128
+"""Made room for on the disk. What is written to a mapped file without room there ends the process.
+"""
 _MAGIC = b"PLUSAGE1"
 _HEAD = struct.Struct("<8sQQ")
 """Magic, the number of its writer, and how many slots were ever used."""
@@ -101,7 +104,14 @@ class UsageJournal:
         self._descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         os.ftruncate(self._descriptor, _HEAD.size + MAX_SLOTS * SLOT_BYTES)
-        self._map = mmap.mmap(self._descriptor, 0)
+        self._allocated = 0
+        try:
+            self._allocate()
+            self._map = mmap.mmap(self._descriptor, 0)
+        except OSError:
+            fresh.unlink()
+            os.close(self._descriptor)
+            raise
         _HEAD.pack_into(self._map, 0, _MAGIC, writer, 0)
         fresh.rename(self._path)
         self._used = 0
@@ -133,7 +143,7 @@ class UsageJournal:
             return None
         if self._free:
             offset = self._free.pop()
-        elif self._used < MAX_SLOTS:
+        elif self._used < MAX_SLOTS and self._has_room():
             offset = _HEAD.size + self._used * SLOT_BYTES
             self._used += 1
             _TOKENS.pack_into(self._map, _USED_AT, self._used)
@@ -144,6 +154,21 @@ class UsageJournal:
         self._map[offset + _TEXTS_AT : offset + _TEXTS_AT + len(texts)] = texts
         self._map[offset] = _RUNNING
         return Meter(self, offset)
+
+    def _has_room(self) -> bool:
+        """On the disk, for one slot more."""
+        if self._used < self._allocated:
+            return True
+        try:
+            self._allocate()
+        except OSError:
+            return False
+        return True
+
+    def _allocate(self) -> None:
+        end = _HEAD.size + (self._allocated + SLOTS_AT_A_TIME) * SLOT_BYTES
+        os.posix_fallocate(self._descriptor, 0, end)
+        self._allocated += SLOTS_AT_A_TIME
 
     def put(self, offset: int, output_tokens: int) -> None:
         """As ``Meter.output``."""
