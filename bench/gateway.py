@@ -56,7 +56,7 @@ CHAT = "/v1/chat/completions"
 CONCURRENCY = (1, 16, 64, 256)
 TOKENS = 32
 TOKEN_S = 0.010
-HELD_PER_S, HELD_S = 250.0, 60.0
+HELD_PER_S, HELD_S = 250.0, 180.0
 LONG_WORDS = 200_000
 READY_S, GRACE_S = 60.0, 60.0
 MESSAGES = [{"role": "user", "content": "hello there, how are you"}]
@@ -237,7 +237,8 @@ class Bench:
                 count, end_s = 0, time.monotonic() + HELD_S
                 while count < HELD and time.monotonic() < end_s:
                     time.sleep(1.0)
-                    count = metric(server, "pilotlight_held_requests")
+                    with contextlib.suppress(TimeoutError):  # Of a machine with other work.
+                        count = metric(server, "pilotlight_held_requests")
                 held = memory(server.pid)
         found = {
             "held": count,

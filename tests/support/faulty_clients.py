@@ -17,8 +17,9 @@ from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.asker import Asker
+from pilotlight.gateway.openai.choice import Choice
 from pilotlight.gateway.openai.completions import CompletionShapes
-from pilotlight.gateway.openai.exchange import Choice, Exchange
+from pilotlight.gateway.openai.exchange import Exchange
 from pilotlight.gateway.openai.parameters import Options
 from pilotlight.gateway.serving.token_log import Token
 from pilotlight.gateway.serving.token_request import TokenRequest

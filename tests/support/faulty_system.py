@@ -38,7 +38,7 @@ from pilotlight.common.store import ObjectStore, manifest_key
 from pilotlight.common.testing import EVENTS_BYTES, until
 from pilotlight.gateway.app import Serving, build_serving
 from pilotlight.gateway.limits.limiter import Limiter
-from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.records.usage import UsageRecorder
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.settings import GatewaySettings

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import json
 import threading
@@ -260,3 +261,22 @@ async def test_log_lines_are_json_with_their_trace(
         TRACE_ID,
     )
     assert "ValueError: why" in second["exception"]
+
+
+async def test_a_context_from_elsewhere_hides_a_span_that_is_not_sampled(sink: Sink) -> None:
+    start_telemetry("test", ServiceSettings(trace_sample_ratio=0.0), sink)
+    with server_span("serve", None):
+        outer = current_traceparent()
+        with with_parent(SAMPLED):
+            assert current_traceparent() == SAMPLED
+            with span("within"):
+                assert current_traceparent().split("-")[1] == TRACE_ID
+        assert current_traceparent() == outer
+        assert await asyncio.create_task(_told()) == outer, "tasks have it too"
+    assert current_traceparent() == ""
+    await stop_telemetry()
+    assert [each.name for each in sink.spans] == ["within"]
+
+
+async def _told() -> str:
+    return current_traceparent()

@@ -14,6 +14,7 @@ from pilotlight.common.waiting import (
     Backoff,
     Flag,
     Group,
+    SharedTimers,
     Wake,
     cancel_all,
     every,
@@ -244,3 +245,25 @@ def test_a_secret_is_its_file_without_the_newline(tmp_path) -> None:  # type: ig
     assert read_secret(tmp_path, "x") == "hidden"
     assert read_secret(tmp_path, "y") is None
     assert read_secret(None, "x") is None
+
+
+@pytest.mark.anyio
+async def test_shared_timers_end_waits_and_leave_what_has_happened() -> None:
+    timers, loop = SharedTimers(0.01), asyncio.get_running_loop()
+    began_s = loop.time()
+    ended, happened = loop.create_future(), loop.create_future()
+    timers.limit(ended, 0.03)
+    timers.limit(happened, 0.02)
+    happened.set_result(True)
+    assert await ended is False
+    assert loop.time() - began_s >= 0.03
+    assert await happened is True
+
+
+@pytest.mark.anyio
+async def test_as_many_waits_as_there_are_share_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers, loop, made = SharedTimers(60.0), asyncio.get_running_loop(), list[float]()
+    monkeypatch.setattr(loop, "call_at", lambda at_s, *_: made.append(at_s))
+    for _ in range(100):
+        timers.limit(loop.create_future(), 1.0)
+    assert 1 <= len(set(made)) == len(made) <= 2

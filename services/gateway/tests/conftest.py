@@ -34,7 +34,7 @@ from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.open_pages import Pages
 from pilotlight.gateway.openai.api import Limits, OpenAiApi
-from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.openai.names import NamedModels
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.serving.measures import Measures

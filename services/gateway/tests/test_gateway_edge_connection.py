@@ -321,3 +321,22 @@ async def test_a_stream_holds_no_body(world):
     await client.reader.readuntil(b"dogs.")
     assert world.bodies.held_bytes == 0
     client.writer.close()
+
+
+async def test_requests_of_one_connection_come_in_whatever_parts(world):
+    client, asked = await Client.of(world), request({"model": "nope", "prompt": "x"})
+    # One ends with the beginning of the next, and lines without anything come between.
+    for part, is_whole in (
+        (asked + b"\r\nPOS", True),
+        (asked[3:] + b"\r\n", True),
+        (asked[:-4], False),
+        (asked[-4:], True),
+    ):
+        await client.say(part)
+        if is_whole:
+            async with asyncio.timeout(20):
+                head = await client.reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                assert b"model_not_found" in await client.reader.readexactly(length)
+            assert head.startswith(b"HTTP/1.1 404 ")
+    client.writer.close()

@@ -10,7 +10,13 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import TooManyHeld, TransientError
-from pilotlight.gateway.serving.queue import PendingQueue, Ticket
+from pilotlight.gateway.serving import queue as queue_module
+from pilotlight.gateway.serving.queue import (
+    MAX_PROGRESS_INTERVAL_S,
+    PROGRESS_INTERVAL_S,
+    PendingQueue,
+    Ticket,
+)
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.fairness import FairShare
 from pilotlight.policy.ids import ModelName
@@ -332,3 +338,28 @@ async def test_over_all_models_it_is_the_longest_line_that_makes_way():
     queue.enter(of(clock, "little"))
     assert [place.error is not None for place in flood] == [False, True]
     assert queue.held == 3
+
+
+async def test_the_more_wait_the_less_often_each_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(queue_module, "TOLD_PER_S", 10)
+    queue, clock = held(total_requests=1000, model_requests=1000)
+    assert queue.progress_interval_s == PROGRESS_INTERVAL_S
+    for _ in range(30):
+        queue.enter(ticket(clock, 30))
+    assert queue.progress_interval_s == 3.0
+    for _ in range(170):
+        queue.enter(ticket(clock, 30))
+    assert queue.progress_interval_s == MAX_PROGRESS_INTERVAL_S
+
+
+async def test_one_that_waits_hears_of_its_instance_or_that_time_has_passed():
+    slots = Slots()
+    queue, clock = held(slots)
+    place = queue.enter(ticket(clock, 30))
+    assert await place.decided(0.0) is False
+    assert await place.decided(0.01) is False
+    waiting = place.decided(600.0)
+    slots.free = 1
+    queue.pump(FOX)
+    assert await waiting is True
+    assert await place.decided(0.0) is True

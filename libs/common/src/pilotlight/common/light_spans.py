@@ -4,14 +4,18 @@ A failure is only known at its end, and is kept whatever share of traces is. So 
 its beginning and its attributes, and becomes a finished one of OpenTelemetry's if it fails.
 """
 
-import functools
 import random
 import time
 from collections.abc import Mapping
+from contextvars import ContextVar, Token
+from typing import ClassVar
 
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import Attributes, AttributeValue
 
 _bits = random.Random().getrandbits
@@ -19,6 +23,10 @@ _bits = random.Random().getrandbits
 
 class LightSpan(NonRecordingSpan):
     """A span that is recorded only if it fails."""
+
+    current: ClassVar[ContextVar["LightSpan | None"]] = ContextVar("light span", default=None)
+    """The current span, where it is a light one: a context of OpenTelemetry's around each would
+    take as much memory as all else of it."""
 
     def __init__(
         self, name: str, kind: SpanKind, parent: SpanContext | None, attributes: Attributes
@@ -35,10 +43,10 @@ class LightSpan(NonRecordingSpan):
         context = parent if parent is not None else _context(_bits(128) or 1)
         super().__init__(context)
         self._name, self._kind, self._parent = name, kind, parent
-        self._attributes: dict[str, AttributeValue] = dict(attributes or {})
+        self._attributes = tuple((attributes or {}).items())
         self._began_ns = time.time_ns()
 
-    @functools.cached_property
+    @property
     def traceparent(self) -> str:
         """Its context as W3C says it: not sampled."""
         context = self.get_span_context()
@@ -46,11 +54,11 @@ class LightSpan(NonRecordingSpan):
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Add what is known later."""
-        self._attributes[key] = value
+        self._attributes = (*self._attributes, (key, value))
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
         """Add what is known later."""
-        self._attributes.update(attributes)
+        self._attributes = (*self._attributes, *attributes.items())
 
     def failed(self, code: str, resource: Resource) -> ReadableSpan:
         """It ends now, with an error.
@@ -65,12 +73,34 @@ class LightSpan(NonRecordingSpan):
             context=context if self._parent is None else _context(context.trace_id),
             parent=self._parent,
             resource=resource,
-            attributes=self._attributes,
+            attributes=dict(self._attributes),
             kind=self._kind,
             status=Status(StatusCode.ERROR, code),
             start_time=self._began_ns,
             end_time=time.time_ns(),
         )
+
+
+Tokens = tuple[Token[Context], Token[LightSpan | None]]
+"""What ``detach`` takes."""
+
+
+def attach(context: Context) -> Tokens:
+    """Make a context of OpenTelemetry's current."""
+    return otel_context.attach(context), LightSpan.current.set(None)
+
+
+def detach(tokens: Tokens) -> None:
+    """Make current what was before."""
+    attached, hidden = tokens
+    otel_context.detach(attached)
+    LightSpan.current.reset(hidden)
+
+
+def current_span(context: Context | None = None) -> Span:
+    """The span of a context; None: the one that is current here."""
+    light = LightSpan.current.get() if context is None else None
+    return trace.get_current_span(context) if light is None else light
 
 
 def _context(trace_id: int) -> SpanContext:

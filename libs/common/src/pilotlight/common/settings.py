@@ -112,7 +112,7 @@ class ServiceSettings(BusSettings, S3Settings):
 
     run_dir: Path = Field(
         default=Path(".pilotlight/run"),
-        description="Folder for Unix sockets: health, metrics, and the host pool's.",
+        description="Folder for Unix sockets: health, metrics, and the host pool's. A gateway keeps its journal of usage there, too.",
     )
     object_store_url: str = Field(
         default="file://.pilotlight/objects",

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
-from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -31,7 +30,7 @@ from opentelemetry.util.types import Attributes, AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.light_spans import LightSpan
+from pilotlight.common.light_spans import LightSpan, Tokens, attach, current_span, detach
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
@@ -218,7 +217,7 @@ def span(name: str, **attributes: AttributeValue) -> AbstractContextManager[Span
 
 def annotate(**attributes: AttributeValue) -> None:
     """Set attributes of the current span; nothing where there is none."""
-    trace.get_current_span().set_attributes(attributes)
+    current_span().set_attributes(attributes)
 
 
 def client_span(name: str) -> AbstractContextManager[Span]:
@@ -272,7 +271,7 @@ def current_traceparent(*, keep: bool = False) -> str:
     ``keep`` marks the trace as sampled for every service that joins it: a cold start is always
     traced, whatever share of requests is.
     """
-    current = trace.get_current_span()
+    current = current_span()
     if isinstance(current, LightSpan) and not keep:
         return current.traceparent
     context = current.get_span_context()
@@ -285,15 +284,15 @@ def current_traceparent(*, keep: bool = False) -> str:
 class _Current:
     """Makes a trace context current, without a span; None changes nothing."""
 
-    __slots__ = ("_parent", "_token")
+    __slots__ = ("_parent", "_tokens")
 
     def __init__(self, parent: Context | None) -> None:
         self._parent = parent
-        self._token: Token[Context] | None = None
+        self._tokens: Tokens | None = None
 
     def __enter__(self) -> Span:
         if self._parent is not None:
-            self._token = otel_context.attach(self._parent)
+            self._tokens = attach(self._parent)
         return trace.INVALID_SPAN
 
     def __exit__(
@@ -302,8 +301,8 @@ class _Current:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            otel_context.detach(self._token)
+        if self._tokens is not None:
+            detach(self._tokens)
 
 
 class _Spanned:
@@ -313,20 +312,21 @@ class _Spanned:
     is a light one, and only the first of them is current: those within it have its context.
     """
 
-    __slots__ = ("_attributes", "_kind", "_name", "_parent", "_span", "_token")
+    __slots__ = ("_attributes", "_kind", "_light_token", "_name", "_parent", "_span", "_tokens")
 
     def __init__(
         self, name: str, kind: SpanKind, parent: Context | None, attributes: Attributes
     ) -> None:
         self._name, self._kind, self._parent, self._attributes = name, kind, parent, attributes
         self._span: Span = trace.INVALID_SPAN
-        self._token: Token[Context] | None = None
+        self._tokens: Tokens | None = None
+        self._light_token: Token[LightSpan | None] | None = None
 
     def __enter__(self) -> Span:
-        tracer, before = _telemetry.tracer, trace.get_current_span(self._parent)
+        tracer, before = _telemetry.tracer, current_span(self._parent)
         if tracer is None:
             if self._parent is not None:
-                self._token = otel_context.attach(self._parent)
+                self._tokens = attach(self._parent)
             return before
         parent, current = before.get_span_context(), self._parent
         if _telemetry.sampled(parent):
@@ -337,10 +337,11 @@ class _Spanned:
         elif parent.is_valid:
             self._span = LightSpan(self._name, self._kind, parent, self._attributes)
         else:
-            self._span = LightSpan(self._name, self._kind, None, self._attributes)
-            current = trace.set_span_in_context(self._span, current)
+            light = self._span = LightSpan(self._name, self._kind, None, self._attributes)
+            self._light_token = LightSpan.current.set(light)
+            return light
         if current is not None:
-            self._token = otel_context.attach(current)
+            self._tokens = attach(current)
         return self._span
 
     def __exit__(
@@ -349,8 +350,10 @@ class _Spanned:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._token is not None:
-            otel_context.detach(self._token)
+        if self._tokens is not None:
+            detach(self._tokens)
+        if self._light_token is not None:
+            LightSpan.current.reset(self._light_token)
         provider = _telemetry.provider
         if isinstance(error, Exception):
             code = error.code if isinstance(error, PilotlightError) else type(error).__name__
@@ -367,7 +370,7 @@ def _context_of(headers: Mapping[str, str] | None) -> Context | None:
 
 
 def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    context = trace.get_current_span().get_span_context()
+    context = current_span().get_span_context()
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
     return event

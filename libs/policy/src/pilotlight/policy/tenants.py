@@ -37,6 +37,11 @@ class Tenant:
     key_limits: TenantLimits = NO_LIMITS
 
     @property
+    def limited(self) -> bool:
+        """Something of it is."""
+        return self.key_limits.any or self.project_limits.any
+
+    @property
     def share(self) -> FairShare:
         """What it gets where others wait, too."""
         return FairShare(self.project, self.weight)

@@ -37,6 +37,8 @@ class Detokenizer:
     decoders may look at neighbours, and what they give must not depend on what comes together.
     """
 
+    __slots__ = ("_given_chars", "_kept", "_tokenizer", "_whole", "_window")
+
     def __init__(self, tokenizer: TokenDecoder, kept: Collection[int] = ()) -> None:
         """Begin an output; ``kept``: special tokens that are shown all the same."""
         self._tokenizer = tokenizer

@@ -27,6 +27,8 @@ class OutputText:
     engine batches them.
     """
 
+    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_stops")
+
     def __init__(
         self,
         tokenizer: TokenDecoder,
@@ -47,7 +49,7 @@ class OutputText:
             BadRequest: the stop strings are out of bounds.
         """
         self._detokenizer = Detokenizer(tokenizer, kept)
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._ended = False
 
@@ -56,7 +58,7 @@ class OutputText:
         shown: list[str] = []
         if self._ended:
             return OutputDelta("", 0)
-        if self._stops.empty:
+        if self._stops is None:
             return OutputDelta(self._detokenizer.feed(token_ids), len(token_ids))
         for used, token_id in enumerate(token_ids, 1):
             found = self._stops.feed(self._detokenizer.feed([token_id]))
@@ -74,6 +76,8 @@ class OutputText:
         if self._ended:
             return OutputDelta("", 0)
         self._ended = True
+        if self._stops is None:
+            return OutputDelta(self._detokenizer.flush(), 0)
         rest = self._stops.feed(self._detokenizer.flush())
         if rest.stop is not None:
             return OutputDelta(self._shown(rest), 0, rest.stop)

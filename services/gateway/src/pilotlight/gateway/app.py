@@ -38,7 +38,7 @@ from pilotlight.gateway.models.catalog import Catalog
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.open_pages import OPEN_PAGES, Pages
 from pilotlight.gateway.openai.api import CHAT_PATH, COMPLETIONS_PATH, Limits, OpenAiApi
-from pilotlight.gateway.openai.exchange import ExchangeParts
+from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.openai.names import NamedModels
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
@@ -252,7 +252,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     texts = build_texts(context)
     catalog = Catalog(database, context, texts)
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
-    usage = UsageRecorder(database, clock, background)
+    usage = UsageRecorder(database, clock, background, folder=settings.run_dir)
     serving = build_serving(context, DecisionReader(database))
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)

@@ -172,8 +172,12 @@ class NotedUsage:
 
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
+    def meter(self, **_: Any) -> None:
+        """As ``UsageRecorder.meter`` without a journal."""
+
     def record(self, **row: Any) -> None:
         """As ``UsageRecorder.record``."""
+        assert row.pop("meter") is None
         self.rows.append(row)
 
 

@@ -18,8 +18,8 @@ from pilotlight.gateway.openai.api import CHAT_PATH, OpenAiApi
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.chat import ChatShapes
 from pilotlight.gateway.openai.completions import CompletionShapes
-from pilotlight.gateway.openai.exchange import Shapes
 from pilotlight.gateway.openai.prompt import PromptEncoder
+from pilotlight.gateway.openai.shapes import Shapes
 from pilotlight.gateway.schema.batches import (
     BatchLine,
     Endpoint,

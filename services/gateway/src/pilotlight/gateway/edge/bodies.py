@@ -80,6 +80,8 @@ class BodyRoom:
     its answer begins to be made.
     """
 
+    __slots__ = ("_bytes", "_owner", "budget")
+
     def __init__(self, budget: BodyBudget) -> None:
         self.budget = budget
         self._owner = ""

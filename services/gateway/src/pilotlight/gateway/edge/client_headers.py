@@ -2,7 +2,9 @@
 
 import re
 
-from starlette.types import Scope
+from starlette.types import Message, Scope, Send
+
+from pilotlight.common.telemetry import current_traceparent
 
 MAX_ID_CHARS = 128
 REQUEST_ID = "x-request-id"
@@ -25,24 +27,24 @@ EXPOSED = (
 """Headers of answers that scripts of other origins may read."""
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,%d}" % (MAX_ID_CHARS - 1))
 _NOTED = "reply_headers"
+_REQUEST_ID = REQUEST_ID.encode()
 
 Header = tuple[bytes, bytes]
 
 
-def id_headers(scope: Scope, own_id: str, trace_id: str) -> list[Header]:
+def id_headers(theirs: bytes | None, own_id: str, trace_id: str) -> list[Header]:
     """Headers that name the request in its answer.
 
     A client's own ``X-Request-Id`` is returned where it is well-formed. The gateway's id stands
     beside it: a client may send one id twice, and records need an id for each request.
 
     Args:
-        scope: with the request's headers.
+        theirs: the client's id; None: it gave none that is well-formed.
         own_id: the gateway's id.
         trace_id: empty where the request is not traced.
     """
     own = own_id.encode()
-    theirs = client_id(scope)
-    headers = [(REQUEST_ID.encode(), own if theirs is None else theirs)]
+    headers = [(_REQUEST_ID, own if theirs is None else theirs)]
     if theirs is not None:
         headers.append((OWN_REQUEST_ID.encode(), own))
     if trace_id:
@@ -52,19 +54,46 @@ def id_headers(scope: Scope, own_id: str, trace_id: str) -> list[Header]:
 
 def client_id(scope: Scope) -> bytes | None:
     """The request's id as the client gave it; None without one that is well-formed."""
-    name = REQUEST_ID.encode()
     for header, value in scope["headers"]:
-        if header == name:
+        if header == _REQUEST_ID:
             return value if _ID.fullmatch(value) else None
     return None
 
 
 def note_header(scope: Scope, name: str, value: str) -> None:
     """Add a header to the answer, which has not begun."""
-    noted: list[Header] = scope["state"].setdefault(_NOTED, [])
-    noted.append((name.encode(), value.encode("ascii", "replace")))
+    noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
+    scope["state"][_NOTED] = (*noted, name, value)
 
 
 def noted_headers(scope: Scope) -> list[Header]:
     """What was noted for the answer."""
-    return scope["state"].get(_NOTED, [])
+    noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
+    return [
+        (name.encode(), value.encode("ascii", "replace"))
+        for name, value in zip(noted[::2], noted[1::2], strict=True)
+    ]
+
+
+class SendWithIds:
+    """Sends an answer with its request's ids, and what was noted for it. No closure: those that
+    wait would keep more.
+    """
+
+    __slots__ = ("_client_id", "_scope", "_send", "status")
+
+    def __init__(self, send: Send, scope: Scope) -> None:
+        self._send, self._scope = send, scope
+        # The request's headers are let go before there is an answer.
+        self._client_id = client_id(scope)
+        self.status = 0
+        """What was sent; 0: nothing yet."""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            trace_id = current_traceparent()[3:35]
+            ids = id_headers(self._client_id, self._scope["state"]["request_id"], trace_id)
+            noted = noted_headers(self._scope)
+            message["headers"] = [*message.get("headers", []), *ids, *noted]
+        await self._send(message)

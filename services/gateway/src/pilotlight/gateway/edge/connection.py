@@ -13,19 +13,19 @@ clients get nothing.)
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
+import httptools
+import structlog
 from starlette.responses import Response
 from starlette.types import Message
 from uvicorn._types import (
     ASGI3Application,
     ASGIReceiveCallable,
-    ASGISendCallable,
     ASGISendEvent,
     HTTPResponseBodyEvent,
     HTTPResponseStartEvent,
-    Scope,
 )
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
@@ -33,9 +33,12 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.protocols.utils import get_remote_addr
 
 from pilotlight.common.waiting import Flag
 from pilotlight.gateway.edge.departure import Receiving
+
+log = structlog.get_logger()
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request line with its headers; a client that sends more is cut off."""
@@ -58,16 +61,28 @@ class Connection(HttpToolsProtocol):
 
     # In a dict of their own they would take more than the rest of a connection: it has as many
     # attributes as dicts share their keys for.
-    __slots__ = ("_answer", "_closing", "_head_bytes", "_head_deadline", "_malformed", "_probing")
+    __slots__ = (
+        "_answer",
+        "_closing",
+        "_head_bytes",
+        "_head_deadline",
+        "_in_message",
+        "_malformed",
+        "_probing",
+    )
 
     def __init__(self, malformed: Callable[[], Response], **given: Any) -> None:
         """``malformed`` makes the answer to what is no HTTP."""
         super().__init__(**given)
         # uvicorn appends to its left and pops. A deque has room for many from the beginning.
         self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
+        # uvicorn keeps one wherever logs go anywhere. Ours is of requests, and has their tokens.
+        self.access_log = False
         self._malformed = malformed
         self._head_bytes: int | None = 0
         """Of the head that is arriving; None while none is."""
+        self._in_message = True
+        """A request has begun to arrive, and not ended; or there was none yet."""
         self._head_deadline: asyncio.TimerHandle | None = None
         self._answer: _Answer | None = None
         """To the request whose turn it is; others may be waiting behind it."""
@@ -76,7 +91,11 @@ class Connection(HttpToolsProtocol):
         self._probing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        # uvicorn's own would look up the address that the client came to, for each connection anew,
+        # and make events for many.
+        self.connections.add(self)
+        self.transport = transport
+        self.scheme = "http"
         self.flow = _Flow(transport)
         self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, transport.close)
 
@@ -94,7 +113,12 @@ class Connection(HttpToolsProtocol):
             return
         if self._head_bytes is not None:
             self._head_bytes += len(data)
+        if self.parser is None:
+            self.parser = _parser(self)
         super().data_received(data)
+        if not self._in_message:
+            # It knows nothing that a new one does not, and takes 0.9 KB while the answer is made.
+            self.parser = None
         if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.close()
         elif (
@@ -117,7 +141,11 @@ class Connection(HttpToolsProtocol):
         return True
 
     def on_message_begin(self) -> None:
+        self._in_message = True
+        self.client = get_remote_addr(self.transport)
         super().on_message_begin()
+        # It is the scope's now, which lets it go.
+        self.client = None
         if self._head_deadline is None:
             self._head_bytes = 0
             self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
@@ -125,6 +153,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        # They are the scope's now, which lets them go.
+        self.headers, self.url = [], b""
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, unless another answer is already on its way."""
@@ -143,7 +177,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        answer = self._answer = _Answer(cycle, app, self.linger)
+        answer = self._answer = _Answer(self, cycle)
         if cycle.scope["http_version"] == "1.0":
             # It knows no interim answers.
             cycle.waiting_for_100_continue = False
@@ -152,7 +186,12 @@ class Connection(HttpToolsProtocol):
             # Of one that waited for its turn, the body may be there already.
             cycle.message_event = _Event()
 
-        super()._start_asgi_task(cycle, answer.begin)
+        # uvicorn has a coroutine around it, which logs errors: as many requests as wait would each
+        # keep it.
+        answering = app(cycle.scope, cast("ASGIReceiveCallable", answer), answer.send)
+        task = self.loop.create_task(cast("Coroutine[None, None, None]", answering))
+        self.tasks.add(task)
+        task.add_done_callback(answer.ended)
 
     def linger(self) -> None:
         """Send nothing more, throw away what comes, close soon."""
@@ -191,30 +230,25 @@ class _Answer(Receiving):
     to its end. Receives its request.
     """
 
-    __slots__ = (
-        "_app",
-        "_cycle",
-        "_ends_with_connection",
-        "_leave",
-        "_linger",
-        "_of_events",
-        "_send",
-    )
+    __slots__ = ("_connection", "_cycle", "_ends_with_connection", "_leave", "_of_events")
 
-    def __init__(
-        self, cycle: RequestResponseCycle, app: ASGI3Application, linger: Callable[[], None]
-    ) -> None:
-        self._app = app
-        self._send = cycle.send
-        self._leave: Callable[[], None] | None = None
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
         self._cycle = cycle
-        self._linger = linger
+        self._leave: Callable[[], None] | None = None
         self._ends_with_connection = False
         self._of_events = False
 
-    def begin(self, scope: Scope, _: ASGIReceiveCallable, __: ASGISendCallable) -> Awaitable[None]:
-        """As an application of ASGI: the real one receives and sends here."""
-        return self._app(scope, cast("ASGIReceiveCallable", self), self.send)
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """The application is done with it."""
+        cycle = self._cycle
+        self._connection.tasks.discard(task)
+        # Nothing holds the other through this any more.
+        cycle.on_response = _nothing
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an answer met a bug", action="answer_bug", exc_info=error)
+        if not cycle.response_complete and not cycle.disconnected:
+            cycle.transport.close()
 
     def __call__(self) -> Awaitable[Message]:
         return cast("Awaitable[Message]", self._cycle.receive())
@@ -255,11 +289,11 @@ class _Answer(Receiving):
     async def send(self, message: ASGISendEvent) -> None:
         """Send its head, or a part of its body."""
         if message["type"] == "http.response.start":
-            await self._send(self._head(message))
+            await self._cycle.send(self._head(message))
         elif message["type"] == "http.response.body":
             await self._body(message)
         else:
-            await self._send(message)
+            await self._cycle.send(message)
 
     def _head(self, message: HTTPResponseStartEvent) -> HTTPResponseStartEvent:
         cycle, headers = self._cycle, list(message.get("headers", []))
@@ -283,9 +317,13 @@ class _Answer(Receiving):
             # uvicorn would close at once. With bytes that are not read that is a reset, which takes
             # the answer with it.
             cycle.keep_alive = True
-        await self._send(message)
+        await self._cycle.send(message)
         if lingers:
-            self._linger()
+            self._connection.linger()
+
+
+def _nothing() -> None:
+    """What uvicorn calls when an answer is out that was not looked for any more."""
 
 
 class _Begun(asyncio.Transport):
@@ -326,6 +364,13 @@ class _Flow(FlowControl):
         super().__init__(transport)
         self._is_writable_event = _Event()
         self._is_writable_event.set()
+
+
+def _parser(connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
+    """As uvicorn makes it."""
+    parser = httptools.HttpRequestParser(connection)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 class _Event(Flag, asyncio.Event):

@@ -4,13 +4,14 @@ everything to fail.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pilotlight.common.errors import (
     BadRequest,
@@ -25,11 +26,11 @@ from pilotlight.common.errors import (
     UnsupportedEncoding,
 )
 from pilotlight.common.ids import new_request_id
-from pilotlight.common.telemetry import annotate, current_traceparent, server_span
+from pilotlight.common.telemetry import annotate, server_span
 from pilotlight.common.waiting import within
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom, room_of
-from pilotlight.gateway.edge.client_headers import Header, id_headers, noted_headers
+from pilotlight.gateway.edge.client_headers import Header, SendWithIds
 from pilotlight.gateway.edge.departure import ClientGone, Connected
 from pilotlight.gateway.edge.errors import error_response
 from pilotlight.gateway.edge.measures import HttpMeasures
@@ -49,6 +50,9 @@ CLIENT_GONE_STATUS = 499
 """Counted in the place of an error's code and of a status when the client leaves before the end of
 its answer; the status is nginx's."""
 _ERROR_CODE = "error_code"
+_KEPT = ("type", "method", "http_version", "root_path", "headers", "state", "route")
+"""Of the scope, what is still read when the answer is made."""
+_NOTHING = nullcontext()
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
 
@@ -152,12 +156,14 @@ class EventStream:
     The status is sent with the first of them; an error after it is an event.
     """
 
-    __slots__ = ("_error_event", "_headers", "_make")
+    __slots__ = ("_error_event", "_headers", "_last", "_make", "_within")
 
     def __init__(
         self,
         make: Callable[[Write], Awaitable[None]],
         *,
+        within: AbstractContextManager[None] = _NOTHING,
+        last: Callable[[], bytes] | None = None,
         headers: Sequence[Header] = STREAM_HEADERS,
         error_event: Callable[[PilotlightError], bytes] = sse.error_event,
     ) -> None:
@@ -165,10 +171,14 @@ class EventStream:
 
         Args:
             make: writes the events.
+            within: is around it.
+            last: gives the ones at the end, which ``make`` has not written.
             headers: of the answer.
             error_event: how an error looks that comes after the first event.
         """
         self._make = make
+        self._within = within
+        self._last = last
         self._headers = headers
         self._error_event = error_event
 
@@ -177,7 +187,10 @@ class EventStream:
         events = _Events(send, self._headers)
         with Connected(receive):
             try:
-                await self._make(events.write)
+                with self._within:
+                    await self._make(events.write)
+                if self._last is not None:
+                    await events.write(self._last())
             except Exception as error:
                 if not events.started or isinstance(error, ClientGone):
                     raise
@@ -213,6 +226,9 @@ def _read_no_more(scope: Scope) -> None:
     """Let go of what only the making of an answer's way needed: a request may wait for long."""
     room_of(scope).release()
     scope["headers"].clear()
+    kept = {name: scope[name] for name in _KEPT if name in scope}
+    scope.clear()
+    scope.update(kept)
 
 
 async def _in_time(sending: Awaitable[None]) -> None:
@@ -251,14 +267,9 @@ class Edge:
         self._bodies = bodies
         self._measures = measures
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["path"] not in self._traced:
-            await self._answer(scope, receive, send)
-            return
-        with server_span(f"{scope['method']} {scope['path']}", _trace_headers(scope)):
-            await self._answer(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        assert scope["type"] == "http", "the server takes no other"
+        return self._answer(scope, receive, send)
 
     def malformed(self) -> Response:
         """The answer to what is no HTTP; it is counted."""
@@ -268,66 +279,49 @@ class Edge:
         )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
-        annotate(request_id=request_id)
-        trace_parent = current_traceparent()
-        trace_id = trace_parent.split("-")[1] if trace_parent else ""
-        send_with_ids = _SendWithIds(send, scope, id_headers(scope, request_id, trace_id))
-        room = BodyRoom(self._bodies)
-        room.put_into(scope)
-        try:
-            if len(scope["headers"]) > MAX_HEADERS:
-                raise BadRequest(
-                    f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken"
-                )
-            route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-            if route is None:
-                await self._app(scope, receive, send_with_ids)
-            else:
-                scope["route"] = route
-                response = await route.endpoint(Request(scope, receive, send_with_ids))
-                await response(scope, receive, send_with_ids)
-        except ClientGone:
-            log.debug("client left", action="client_gone", request_id=request_id)
-            send_with_ids.status = CLIENT_GONE_STATUS
-            scope["state"][_ERROR_CODE] = CLIENT_GONE
-        except asyncio.CancelledError:
-            # The server stops, and has waited for as long as it may.
-            if send_with_ids.status:
-                raise
-            failure = TransientError(STOPPING, retry_after_s=STOPPING_RETRY_AFTER_S)
-            note_error(scope, failure)
-            await error_response(failure)(scope, receive, send_with_ids)
-        except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
-            failure = error if isinstance(error, PilotlightError) else _bug(error)
-            note_error(scope, failure)
-            if not send_with_ids.status:
-                await error_response(failure)(scope, receive, send_with_ids)
-        finally:
-            room.release()
-            status, code = send_with_ids.status, scope["state"].get(_ERROR_CODE, "")
-            self._measures.answered(_route_of(scope), scope["method"], status, code)
-
-
-class _SendWithIds:
-    """Sends an answer with its request's ids, and what was noted for it. No closure: those that
-    wait would keep more.
-    """
-
-    __slots__ = ("_ids", "_scope", "_send", "status")
-
-    def __init__(self, send: Send, scope: Scope, ids: list[Header]) -> None:
-        self._send, self._scope, self._ids = send, scope, ids
-        self.status = 0
-        """What was sent; 0: nothing yet."""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            noted = noted_headers(self._scope)
-            message["headers"] = [*message.get("headers", []), *self._ids, *noted]
-        await self._send(message)
+        with (
+            server_span(f"{scope['method']} {scope['path']}", _trace_headers(scope))
+            if scope["path"] in self._traced
+            else _NOTHING
+        ):
+            request_id = new_request_id()
+            scope.setdefault("state", {})["request_id"] = request_id
+            annotate(request_id=request_id)
+            sender = SendWithIds(send, scope)
+            room = BodyRoom(self._bodies)
+            room.put_into(scope)
+            try:
+                if len(scope["headers"]) > MAX_HEADERS:
+                    raise BadRequest(
+                        f"{len(scope['headers'])} headers; at most {MAX_HEADERS} are taken"
+                    )
+                route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+                if route is None:
+                    await self._app(scope, receive, sender)
+                else:
+                    scope["route"] = route
+                    response = await route.endpoint(Request(scope, receive, sender))
+                    await response(scope, receive, sender)
+            except ClientGone:
+                log.debug("client left", action="client_gone", request_id=request_id)
+                sender.status = CLIENT_GONE_STATUS
+                scope["state"][_ERROR_CODE] = CLIENT_GONE
+            except asyncio.CancelledError:
+                # The server stops, and has waited for as long as it may.
+                if sender.status:
+                    raise
+                failure = TransientError(STOPPING, retry_after_s=STOPPING_RETRY_AFTER_S)
+                note_error(scope, failure)
+                await error_response(failure)(scope, receive, sender)
+            except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
+                failure = error if isinstance(error, PilotlightError) else _bug(error)
+                note_error(scope, failure)
+                if not sender.status:
+                    await error_response(failure)(scope, receive, sender)
+            finally:
+                room.release()
+                code = scope["state"].get(_ERROR_CODE, "")
+                self._measures.answered(_route_of(scope), scope["method"], sender.status, code)
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:

@@ -118,6 +118,7 @@ class HttpServer:
             self._app,
             # A class, by its type; uvicorn only calls it.
             http=functools.partial(Connection, self._app.malformed),  # pyright: ignore[reportArgumentType]
+            interface="asgi3",
             ws="none",
             lifespan="off",
             log_config=None,

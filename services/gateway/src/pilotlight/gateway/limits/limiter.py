@@ -114,7 +114,7 @@ class Limiter:
             TooLarge: 2.
             RateLimited: 3.
         """
-        if not tenant.key_limits.any and not tenant.project_limits.any:
+        if not tenant.limited:
             return self._unlimited
         now_s = self._clock.monotonic_s()
         accounts = tuple(

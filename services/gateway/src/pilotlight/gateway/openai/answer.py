@@ -33,6 +33,22 @@ class Answer:
     billed.
     """
 
+    __slots__ = (
+        "_chars",
+        "_logprobs",
+        "_output",
+        "_reasoning",
+        "_telling",
+        "_tokenizer",
+        "_tools",
+        "cached_tokens",
+        "finish_reason",
+        "output_tokens",
+        "reasoning_tokens",
+        "stop",
+        "told",
+    )
+
     def __init__(
         self,
         text: ModelText,

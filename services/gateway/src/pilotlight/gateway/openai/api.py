@@ -2,6 +2,7 @@
 
 import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,11 +22,12 @@ from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.asker import Asker, Keys
 from pilotlight.gateway.openai.chat import ChatShapes
+from pilotlight.gateway.openai.choice import Choice, ExchangeParts
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
 from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, telling_of
-from pilotlight.gateway.openai.exchange import Choice, Exchange, ExchangeParts
+from pilotlight.gateway.openai.exchange import Exchange
 from pilotlight.gateway.openai.names import Models
 from pilotlight.gateway.openai.parameters import (
     Options,
@@ -193,13 +195,12 @@ class OpenAiApi:
             BadRequest: a header makes no sense.
         """
         arrived_s = self._clock.monotonic_s()
-        given = request.headers
         key = keyless or await self._key(request, headers)
         return Asker(
             request_id=RequestId(request.state.request_id),
             key=key,
             arrived_s=arrived_s,
-            cold_start=cold_start_of(given),
+            cold_start=cold_start_of(request.headers),
         )
 
     async def read(self, request: Request, as_type: type[B], key: KeyInfo) -> B:
@@ -341,7 +342,7 @@ class OpenAiApi:
         first = TokenRequest(
             request_id=asked.asker.request_id,
             model=entry.model,
-            prompt_ids=prompt_ids,
+            prompt_ids=array("I", prompt_ids),
             sampling=sampling,
             arrived_s=asked.asker.arrived_s,
             cold_start=asked.asker.cold_start,

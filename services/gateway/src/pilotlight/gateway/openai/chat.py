@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from pilotlight.gateway.openai.answer import Delta
-from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.shapes import Shapes, Whole
 from pilotlight.gateway.openai.shown import ShownToken
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse
 from pilotlight.gateway.schema.replies import (
@@ -31,6 +31,8 @@ from pilotlight.text.tools.parser import CallPiece
 
 class ChatShapes(Shapes):
     """Chat completions and their chunks."""
+
+    __slots__ = ("_created", "_id", "_logprobs", "_model", "_no_usage", "_tools")
 
     def __init__(
         self,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from pilotlight.gateway.openai.answer import Delta
-from pilotlight.gateway.openai.exchange import Shapes, Whole
 from pilotlight.gateway.openai.parameters import Options
+from pilotlight.gateway.openai.shapes import Shapes, Whole
 from pilotlight.gateway.openai.shown import ShownToken
 from pilotlight.gateway.schema.replies import (
     Completion,

@@ -2,193 +2,32 @@
 in their shapes alone.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import Protocol
+from types import TracebackType
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from pilotlight.common.clock import Clock
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
-from pilotlight.gateway.limits.limiter import Limiter
+from pilotlight.gateway.limits.limiter import Admission
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.asker import Asker
+from pilotlight.gateway.openai.choice import Choice, ExchangeParts, Piece, PieceTaker
 from pilotlight.gateway.openai.parameters import Options
-from pilotlight.gateway.schema.replies import PlacedToken, PromptDetails, Usage
-from pilotlight.gateway.serving.measures import Measures
+from pilotlight.gateway.openai.shapes import Shapes, Whole
+from pilotlight.gateway.records.usage_journal import Meter
+from pilotlight.gateway.schema.replies import PromptDetails, Usage
 from pilotlight.gateway.serving.merged import merged
-from pilotlight.gateway.serving.requests import Requests
-from pilotlight.gateway.serving.starts import Starts
-from pilotlight.gateway.serving.token_log import PromptRead
-from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+from pilotlight.gateway.serving.token_request import Held
 
 GUESSED_OUTPUT_TOKENS = 1024
 """Of an answer whose length the client does not limit: until it has ended, it counts as this long.
 """
-
-
-class UsageSink(Protocol):
-    """Where finished requests are noted (``UsageRecorder``)."""
-
-    def record(
-        self,
-        *,
-        model: str,
-        key_id: str,
-        request_id: str,
-        prompt_tokens: int,
-        output_tokens: int,
-        status: str,
-    ) -> None:
-        """Note one; never waits.
-
-        Args:
-            model: its name.
-            key_id: of the API key that pays.
-            request_id: the client's request.
-            prompt_tokens: counted once, also for several choices.
-            output_tokens: of all choices.
-            status: ``ok``, ``cancelled`` or an error's code.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A choice in one piece."""
-
-    index: int
-    delta: Delta
-    finish_reason: str
-    placed: list[dict[str, PlacedToken] | None] | None = None
-    """``prompt_logprobs``, where they were asked for."""
-
-
-class Shapes(ABC):
-    """How one kind of completion looks."""
-
-    @abstractmethod
-    def opening(self, index: int) -> object | None:
-        """First event of a choice's stream, before any text; None for no such event."""
-
-    @abstractmethod
-    def chunk(self, index: int, delta: Delta) -> object:
-        """An event with a choice's text."""
-
-    @abstractmethod
-    def closing(self, index: int, finish_reason: str) -> object:
-        """The event that says why a choice ended."""
-
-    @abstractmethod
-    def usage_chunk(self, usage: Usage) -> object:
-        """The last event, for requests that ask for usage."""
-
-    @abstractmethod
-    def whole(self, choices: Sequence[Whole], usage: Usage) -> object:
-        """The answer in one piece."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeParts:
-    """What an exchange works with."""
-
-    requests: Requests
-    starts: Starts
-    usage: UsageSink
-    limiter: Limiter
-    measures: Measures
-    clock: Clock
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What became of a choice; with the last one, why it ended."""
-
-    index: int
-    what: Held | Delta
-    finish_reason: str | None
-
-
-PieceTaker = Callable[[Piece], Awaitable[None]]
-
-
-class Choice:
-    """One of a request's answers: a request of its own to the fleet."""
-
-    __slots__ = (
-        "_parts",
-        "_taker",
-        "answer",
-        "around",
-        "first_token_s",
-        "index",
-        "is_held",
-        "opened",
-        "request",
-        "was_held",
-    )
-
-    def __init__(
-        self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer
-    ) -> None:
-        self.index = index
-        self.request = request
-        self.answer = answer
-        self.was_held = False
-        self.is_held = self.opened = False
-        """Of its stream: the last that was told is that it waits; its first event was sent."""
-        self.around: tuple[bytes, bytes] | None = None
-        """What is sent before and after each text of its stream; None before the first."""
-        self.first_token_s: float | None = None
-        """From arrival."""
-        self._parts = parts
-        self._taker: PieceTaker | None = None
-        """Of what happens to it, while it runs."""
-
-    def run(self, take: PieceTaker) -> Awaitable[None]:
-        """Everything that happens to it, to its end."""
-        self._taker = take
-        return self._parts.requests.run(self.request, self._listen)
-
-    async def _listen(self, update: Update) -> bool:
-        assert self._taker is not None, "it runs"
-        await self._taker(Piece(self.index, self._take(update), self.answer.finish_reason))
-        # A stop string, or the end: no more is wanted, and what the engine still does is cancelled.
-        return self.answer.finish_reason is not None
-
-    def _take(self, update: Update) -> Held | Delta:
-        match update:
-            case Held():
-                self.was_held = True
-                return update
-            case Tokens(tokens, read):
-                before = self._read(read)
-                if self.first_token_s is None:
-                    self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
-                    model = self.request.model
-                    self._parts.measures.first_token(
-                        model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms
-                    )
-                delta = self.answer.feed(tokens)
-                return delta if before is None else joined([before, delta])
-            case Ended(finish, read):
-                before = self._read(read)
-                delta = self.answer.finish(finish)
-                return delta if before is None else joined([before, delta])
-
-    def _read(self, read: PromptRead | None) -> Delta | None:
-        """What the answer says of its prompt, if that is something, and once."""
-        if self.answer.told is not None:
-            return None
-        said = self.answer.read(read)
-        return said if said.text or said.tokens else None
 
 
 class Exchange:
@@ -196,6 +35,16 @@ class Exchange:
 
     One choice's error is that of all.
     """
+
+    __slots__ = (
+        "_admission",
+        "_asker",
+        "_choices",
+        "_meter",
+        "_options",
+        "_parts",
+        "_scope",
+    )
 
     def __init__(
         self,
@@ -219,29 +68,15 @@ class Exchange:
         self._options = options
         self._asker = asker
         self._scope = scope
+        self._admission: Admission | None = None
+        self._meter: Meter | None = None
 
     def response(self, shapes: Shapes) -> ASGIApp:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
-            return EventStream(partial(self._events, shapes))
+            events = _Events(self, self._choices, shapes, self._options)
+            return EventStream(events.run, within=self, last=events.last)
         return Answering(partial(self.whole, shapes))
-
-    async def _events(self, shapes: Shapes, write: Write) -> None:
-        await self.run(partial(self._event, shapes, write))
-        last = sse.event(shapes.usage_chunk(self.usage())) if self._options.include_usage else b""
-        await write(last + sse.DONE)
-
-    async def _event(self, shapes: Shapes, write: Write, piece: Piece) -> None:
-        choice = self._choices[piece.index]
-        choice.is_held = isinstance(piece.what, Held)
-        if isinstance(piece.what, Held):
-            if not any(each.is_held for each in self._choices[: piece.index]):
-                await write(sse.comment(progress_text(piece.what)))
-            return
-        data = _events_of(choice, piece, piece.what, shapes)
-        choice.opened = True
-        if data:
-            await write(data)
 
     async def whole(self, shapes: Shapes) -> Response:
         """The answer in one piece.
@@ -286,24 +121,26 @@ class Exchange:
         Raises:
             PilotlightError: one of them failed, or the key's limits do not let them begin.
         """
+        with self:
+            await self.running(take)
+
+    def running(self, take: PieceTaker) -> Awaitable[None]:
+        """As ``run``, within the exchange as a context manager: for those that wait without a
+        coroutine for that, if their keys have no limits.
+        """
+        if self._asker.key.tenant.limited:
+            return self._admitted(take)
+        return self._merged(take)
+
+    def _merged(self, take: PieceTaker) -> Awaitable[None]:
+        return merged([choice.run for choice in self._choices], take)
+
+    async def _admitted(self, take: PieceTaker) -> None:
         key = self._asker.key
-        admission = await self._parts.limiter.admit(
+        self._admission = await self._parts.limiter.admit(
             key.key_id, key.tenant, self._estimate(), self._scope, paced=self._asker.paced
         )
-        status = "cancelled"
-        try:
-            await merged([choice.run for choice in self._choices], take)
-            status = "ok"
-        except PilotlightError as error:
-            status = error.code
-            raise
-        except Exception:
-            status = "internal"
-            raise
-        finally:
-            usage = self._record(status)
-            failed = status not in ("ok", "cancelled") and not usage.completion_tokens
-            admission.end(0 if failed else usage.total_tokens)
+        await self._merged(take)
 
     def _estimate(self) -> int:
         """Tokens that it may take: its prompts, each once, and as much output as was asked for."""
@@ -314,6 +151,49 @@ class Exchange:
             for request in (choice.request for choice in self._choices)
         )
         return self.usage().prompt_tokens + output
+
+    def __enter__(self) -> None:
+        for choice in self._choices:
+            choice.exchange = self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for choice in self._choices:
+            choice.exchange = None
+        match error:
+            case None:
+                status = "ok"
+            case PilotlightError():
+                status = error.code
+            case Exception():
+                status = "internal"
+            case _:
+                status = "cancelled"
+        if self._asker.key.tenant.limited and self._admission is None:
+            return  # It was not let in.
+        usage = self._record(status)
+        if self._admission is not None:
+            failed = status not in ("ok", "cancelled") and not usage.completion_tokens
+            self._admission.end(0 if failed else usage.total_tokens)
+
+    def meter_output(self) -> None:
+        """Before output goes to the client: note how much there is."""
+        output_tokens = sum([choice.answer.output_tokens for choice in self._choices])
+        if self._meter is None:
+            request = self._choices[0].request
+            self._meter = self._parts.usage.meter(
+                model=request.model.name,
+                key_id=self._asker.key.key_id,
+                request_id=request.request_id,
+                prompt_tokens=self.usage().prompt_tokens,
+                streamed=self._options.stream,
+            )
+        if self._meter is not None:
+            self._meter.output(output_tokens)
 
     def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
@@ -347,6 +227,7 @@ class Exchange:
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             status=status,
+            meter=self._meter,
         )
         self._parts.measures.finished(
             request.model.name,
@@ -370,6 +251,43 @@ class Exchange:
             elapsed_s=elapsed_s,
         )
         return usage
+
+
+class _Events:
+    """An exchange as a stream of events."""
+
+    __slots__ = ("_choices", "_exchange", "_options", "_shapes", "_write")
+
+    def __init__(
+        self, exchange: Exchange, choices: Sequence[Choice], shapes: Shapes, options: Options
+    ) -> None:
+        self._exchange, self._choices = exchange, choices
+        self._shapes, self._options = shapes, options
+
+    def run(self, write: Write) -> Awaitable[None]:
+        """Write all events but the last. No coroutine of its own: as many requests as wait would
+        each keep it.
+        """
+        self._write = write
+        return self._exchange.running(self._take)
+
+    def last(self) -> bytes:
+        """The events at the end."""
+        if not self._options.include_usage:
+            return sse.DONE
+        return sse.event(self._shapes.usage_chunk(self._exchange.usage())) + sse.DONE
+
+    async def _take(self, piece: Piece) -> None:
+        choice = self._choices[piece.index]
+        choice.is_held = isinstance(piece.what, Held)
+        if isinstance(piece.what, Held):
+            if not any(each.is_held for each in self._choices[: piece.index]):
+                await self._write(sse.comment(progress_text(piece.what)))
+            return
+        data = _events_of(choice, piece, piece.what, self._shapes)
+        choice.opened = True
+        if data:
+            await self._write(data)
 
 
 def _events_of(choice: Choice, piece: Piece, delta: Delta, shapes: Shapes) -> bytes:

@@ -6,7 +6,9 @@ With one tenant alone it is a list in the order of deadlines.
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from pilotlight.policy.fairness import FairTurns, Holding
@@ -46,6 +48,8 @@ class Line(Generic[W]):
         self._places: dict[str, list[W]] = {}
         """By tenant, none of them empty."""
         self._turns = FairTurns()
+        self.conditional = False
+        """Some of them may not wait for a start, or were there and are not any more."""
         self.handed: set[W] = set()
         """Assigned to instances that are loading, from then until those are ready, or the attempt
         has ended."""
@@ -126,6 +130,17 @@ class Line(Generic[W]):
         for tenant in [tenant for tenant, places in self._places.items() if not places]:
             del self._places[tenant]
             self._turns.end(tenant)
+
+
+def all_holdings(lines: Iterable[Line[W]]) -> dict[str, Holding]:
+    """Who has how many places in some lines together, by tenant."""
+    held: dict[str, Holding] = {}
+    for one in chain.from_iterable(line.holdings() for line in lines):
+        before = held.get(one.tenant)
+        held[one.tenant] = (
+            one if before is None else replace(one, places=one.places + before.places)
+        )
+    return held
 
 
 def _order(place: Waits) -> tuple[float, int]:

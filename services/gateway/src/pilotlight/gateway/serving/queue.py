@@ -12,20 +12,27 @@ is for them.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
-from pilotlight.common.waiting import Wake
-from pilotlight.gateway.serving.lines import Line
+from pilotlight.common.waiting import SharedTimers
+from pilotlight.gateway.serving.lines import Line, all_holdings
 from pilotlight.gateway.serving.route import Route, Router, Siblings
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
 from pilotlight.policy.fairness import NO_TENANT, FairShare, Holding, makes_way
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
+
+PROGRESS_INTERVAL_S = 1.0
+MAX_PROGRESS_INTERVAL_S = 10.0
+TOLD_PER_S = 1000
+"""So many of those that wait are told of their progress in a second: all of them each second would
+take the whole of a core from 10,000 on."""
+TIMER_STEP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,19 @@ class Ticket:
 class Place:
     """One request's place; a context manager that frees it whatever happens."""
 
+    __slots__ = (
+        "_queue",
+        "_taken",
+        "_waiter",
+        "assigned",
+        "assigned_s",
+        "demanded_s",
+        "error",
+        "order",
+        "ticket",
+        "waited",
+    )
+
     def __init__(self, queue: "PendingQueue", ticket: Ticket, number: int) -> None:
         self.ticket = ticket
         self.demanded_s: float | None = None
@@ -63,7 +83,7 @@ class Place:
         self.error: PilotlightError | None = None
         self._queue = queue
         self._taken = False
-        self._changed = Wake()
+        self._waiter: asyncio.Future[bool] | None = None
 
     @property
     def counts(self) -> bool:
@@ -85,11 +105,18 @@ class Place:
         """What serving it takes, in tokens."""
         return self.ticket.needed_tokens
 
-    async def decided(self, at_most_s: float) -> bool:
-        """Wait until there is an instance or an error; False when ``at_most_s`` passed first."""
-        if self.assigned is not None or self.error is not None:
-            return True
-        return await self._changed.wait(max(0.0, at_most_s))
+    def decided(self, at_most_s: float) -> Awaitable[bool]:
+        """Until there is an instance or an error; False when ``at_most_s`` passed first.
+
+        No coroutine: as many as wait here would each keep one.
+        """
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        decided = self.assigned is not None or self.error is not None
+        if decided or at_most_s <= 0:
+            waiter.set_result(decided)
+        else:
+            self._queue.timers.limit(waiter, at_most_s)
+        return waiter
 
     def take(self) -> Route:
         """The assigned instance. The caller tells the router how the submit ended.
@@ -118,7 +145,8 @@ class Place:
     def settle(self, route: Route | None, error: PilotlightError | None) -> None:
         """For the queue: decide."""
         self.assigned, self.error = route, error
-        self._changed.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
 
 class PendingQueue:
@@ -132,6 +160,8 @@ class PendingQueue:
         self._numbers = itertools.count()
         self._closed: PilotlightError | None = None
         self._held = 0
+        self.timers = SharedTimers(TIMER_STEP_S)
+        """Of places."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the demand has changed."""
 
@@ -139,6 +169,11 @@ class PendingQueue:
     def held(self) -> int:
         """Requests that wait."""
         return self._held
+
+    @property
+    def progress_interval_s(self) -> float:
+        """How often each of those that wait is told how far it has come."""
+        return min(max(PROGRESS_INTERVAL_S, self._held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
 
     def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
         """Take a place; it may have its instance at once.
@@ -164,6 +199,7 @@ class PendingQueue:
         if not returning:
             self._admit(line, place)
         place.waited = True
+        line.conditional |= ticket.cold_start is not ColdStart.ALLOW
         line.add(place)
         self._held += 1
         self.on_change()
@@ -304,12 +340,7 @@ class PendingQueue:
         answer = admit_held(facts, self._bounds, None)
         full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
         lines = [line] if len(line) >= self._bounds.model_requests else [*self._lines.values()]
-        held: dict[str, Holding] = {}
-        for one in itertools.chain.from_iterable(each.holdings() for each in lines):
-            before = held.get(one.tenant)
-            held[one.tenant] = (
-                one if before is None else replace(one, places=one.places + before.places)
-            )
+        held = all_holdings(lines)
         mine = held.get(place.tenant, Holding(place.tenant, 0))
         way = makes_way(held.values(), replace(mine, weight=place.weight))
         if way is None:
@@ -331,8 +362,9 @@ class PendingQueue:
 
     def _let_go_cold(self, model: ModelName, line: Line[Place]) -> None:
         """Refuse what may not wait for a start, once no instance is ready any more."""
-        if self._router.is_warm(model):
+        if not line.conditional or self._router.is_warm(model):
             return
+        line.conditional = False
         cold = line.drop(lambda place: place.ticket.cold_start is not ColdStart.ALLOW)
         self._held -= len(cold)
         for place in cold:

@@ -1,12 +1,15 @@
-"""How long a request may be held, and until when it must have ended."""
+"""How long a request may be held, until when it must have ended, and its ticket for the queue."""
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded
+from pilotlight.gateway.serving.queue import Ticket
 from pilotlight.gateway.serving.token_request import TokenRequest
 
 
 class RequestTime:
     """One request's time, from its arrival on."""
+
+    __slots__ = ("_clock", "_hold_s", "_request", "held_until_s", "since_s")
 
     def __init__(self, clock: Clock, request: TokenRequest, hold_s: float) -> None:
         """``hold_s`` is how long it may be held, each time that it waits."""
@@ -22,6 +25,26 @@ class RequestTime:
     def left_s(self) -> float:
         """Until the request must have ended."""
         return self._request.deadline_s - self._clock.monotonic_s()
+
+    def held_left_s(self) -> float:
+        """Until it is held no longer."""
+        return self.held_until_s - self._clock.monotonic_s()
+
+    def ticket(self, output_tokens: int) -> Ticket:
+        """What the queue must know of it, with this much of its answer there."""
+        request, prompt_tokens = self._request, len(self._request.prompt_ids)
+        return Ticket(
+            model=request.model.name,
+            digest=request.model.digest,
+            needed_tokens=prompt_tokens + request.sampling.max_tokens,
+            held_tokens=prompt_tokens + output_tokens + 1,
+            since_s=self.since_s,
+            deadline_s=self.held_until_s,
+            trace_parent=request.trace_parent,
+            siblings=request.siblings,
+            cold_start=request.cold_start,
+            share=request.share,
+        )
 
     def too_late(self, output_tokens: int) -> DeadlineExceeded:
         """The error of a request that did not end in time, with this much of its answer there."""

@@ -34,7 +34,7 @@ from pilotlight.gateway.serving.arrivals import ArrivalPublisher
 from pilotlight.gateway.serving.explain import Explainer
 from pilotlight.gateway.serving.first_token import FirstTokens, Submitted
 from pilotlight.gateway.serving.fleet import Fleet
-from pilotlight.gateway.serving.queue import PendingQueue, Place, Ticket
+from pilotlight.gateway.serving.queue import PROGRESS_INTERVAL_S, PendingQueue, Place
 from pilotlight.gateway.serving.relay import Attempt, Relay
 from pilotlight.gateway.serving.request_time import RequestTime
 from pilotlight.gateway.serving.route import Route, Router
@@ -55,7 +55,6 @@ from pilotlight.policy.request import FinishReason
 
 log = structlog.get_logger()
 
-PROGRESS_INTERVAL_S = 1.0
 MAX_LOSSES = 3
 """Attempts that may be lost before the first token, and again after it, before the request fails.
 """
@@ -102,7 +101,11 @@ class Requests:
         life = _Life(self._parts, request, self._first_tokens, listener)
         try:
             while life.finish is None:
-                await life.until_assigned()
+                # No coroutine around the wait: as many requests as wait would each keep it.
+                with life.entered() as life.place:
+                    while not await life.place.decided(life.patience_s()):
+                        await life.tell_held()
+                    life.place.take()
                 if await life.attempt():
                     return
             await life.tell(Ended(life.finish, life.read))
@@ -130,7 +133,8 @@ class _Life:
         self._output_ids: list[int] = []
         self._attempts = 0
         self._losses = 0
-        self._place: Place | None = None
+        self.place: Place | None = None
+        self._told_held = False
         self._accepted_s = 0.0
         self.finish: FinishReason | None = None
         """Why the engine ended it; None: it has not."""
@@ -152,32 +156,24 @@ class _Life:
 
     # Held.
 
-    async def until_assigned(self) -> None:
-        """Wait for an instance; raises what ``Requests.run`` does."""
-        request = self._request
-        ticket = Ticket(
-            model=request.model.name,
-            digest=request.model.digest,
-            needed_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
-            held_tokens=len(request.prompt_ids) + len(self._output_ids) + 1,
-            since_s=self._time.since_s,
-            deadline_s=self._time.held_until_s,
-            trace_parent=request.trace_parent,
-            siblings=request.siblings,
-            cold_start=request.cold_start,
-            share=request.share,
-        )
-        with self._parts.queue.enter(ticket, returning=self._attempts > 0) as place:
-            if place.waited and place.assigned is None:
-                await self.tell(self._progress(place))
-            while not await place.decided(
-                min(PROGRESS_INTERVAL_S, self._time.held_until_s - self._clock.monotonic_s())
-            ):
-                if self._clock.monotonic_s() >= self._time.held_until_s:
-                    raise await self._parts.explainer.why(request.model, self._time.since_s)
-                await self.tell(self._progress(place))
-            place.take()
-            self._place = place
+    def entered(self) -> Place:
+        """A place to wait for an instance; raises what ``Requests.run`` does."""
+        ticket = self._time.ticket(len(self._output_ids))
+        self._told_held = False
+        return self._parts.queue.enter(ticket, returning=self._attempts > 0)
+
+    def patience_s(self) -> float:
+        """How long it waits before it is told that it still does; the first time not at all."""
+        interval_s = self._parts.queue.progress_interval_s if self._told_held else 0.0
+        return min(interval_s, self._time.held_left_s())
+
+    async def tell_held(self) -> None:
+        """It still waits; raises what ``Requests.run`` does."""
+        assert self.place is not None
+        if self._told_held and self._time.held_left_s() <= 0:
+            raise await self._parts.explainer.why(self._request.model, self._time.since_s)
+        self._told_held = True
+        await self.tell(self._progress(self.place))
 
     def _progress(self, place: Place) -> Held:
         model, fleet = self._request.model, self._parts.fleet
@@ -204,11 +200,7 @@ class _Life:
         await self.tell(self._progress(place))
 
         def left_s() -> float:
-            return (
-                self._time.left_s()
-                if fleet.serves(instance_id)
-                else self._time.held_until_s - self._clock.monotonic_s()
-            )
+            return self._time.left_s() if fleet.serves(instance_id) else self._time.held_left_s()
 
         while not await attempt.news(min(PROGRESS_INTERVAL_S, left_s())):
             if self._time.left_s() <= 0:
@@ -226,7 +218,7 @@ class _Life:
 
     async def attempt(self) -> bool:
         """One attempt; whether the listener wants no more."""
-        place = self._place
+        place = self.place
         assert place is not None
         assert place.assigned is not None
         route, instance = place.assigned, place.assigned.decode.instance
@@ -309,7 +301,7 @@ class _Life:
             gateway_id=self._parts.gateway_id,
             instance_id=instance.instance_id,
             model=request.model.name,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=request.prompt_ids.tolist(),
             output_ids=list(self._output_ids),
             sampling=self._sampling,
             deadline_in_s=left_s if math.isfinite(left_s) else None,

@@ -24,7 +24,8 @@ from pilotlight.gateway.edge.http import (
     note_error,
 )
 from pilotlight.gateway.openai.api import Conversed
-from pilotlight.gateway.openai.exchange import Piece, progress_text
+from pilotlight.gateway.openai.choice import Piece
+from pilotlight.gateway.openai.exchange import progress_text
 from pilotlight.gateway.serving.token_request import Held
 from pilotlight.gateway.surfaces.blocks import Blocks, Change
 

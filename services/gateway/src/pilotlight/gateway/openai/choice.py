@@ -1,0 +1,125 @@
+"""One of a request's answers, as it comes."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pilotlight.common.clock import Clock
+from pilotlight.gateway.limits.limiter import Limiter
+from pilotlight.gateway.openai.answer import Answer, Delta, joined
+from pilotlight.gateway.openai.usage_sink import UsageSink
+from pilotlight.gateway.serving.measures import Measures
+from pilotlight.gateway.serving.requests import Requests
+from pilotlight.gateway.serving.starts import Starts
+from pilotlight.gateway.serving.token_log import PromptRead
+from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeParts:
+    """What an exchange works with."""
+
+    requests: Requests
+    starts: Starts
+    usage: UsageSink
+    limiter: Limiter
+    measures: Measures
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became of a choice; with the last one, why it ended."""
+
+    index: int
+    what: Held | Delta
+    finish_reason: str | None
+
+
+PieceTaker = Callable[[Piece], Awaitable[None]]
+
+
+class Metered(Protocol):
+    """What notes how much of an answer there is (``Exchange``)."""
+
+    def meter_output(self) -> None:
+        """Before output goes to the client: note how much there is."""
+        ...
+
+
+class Choice:
+    """One of a request's answers: a request of its own to the fleet."""
+
+    __slots__ = (
+        "_parts",
+        "_taker",
+        "answer",
+        "around",
+        "exchange",
+        "first_token_s",
+        "index",
+        "is_held",
+        "opened",
+        "request",
+        "was_held",
+    )
+
+    def __init__(
+        self, index: int, parts: ExchangeParts, request: TokenRequest, answer: Answer
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.answer = answer
+        self.was_held = False
+        self.is_held = self.opened = False
+        """Of its stream: the last that was told is that it waits; its first event was sent."""
+        self.around: tuple[bytes, bytes] | None = None
+        """What is sent before and after each text of its stream; None before the first."""
+        self.first_token_s: float | None = None
+        """From arrival."""
+        self._parts = parts
+        self.exchange: Metered | None = None
+        """While it runs."""
+        self._taker: PieceTaker | None = None
+        """Of what happens to it, while it runs."""
+
+    def run(self, take: PieceTaker) -> Awaitable[None]:
+        """Everything that happens to it, to its end."""
+        self._taker = take
+        return self._parts.requests.run(self.request, self._listen)
+
+    async def _listen(self, update: Update) -> bool:
+        assert self._taker is not None, "it runs"
+        what = self._take(update)
+        if self.exchange is not None and isinstance(what, Delta):
+            self.exchange.meter_output()
+        await self._taker(Piece(self.index, what, self.answer.finish_reason))
+        # A stop string, or the end: no more is wanted, and what the engine still does is cancelled.
+        return self.answer.finish_reason is not None
+
+    def _take(self, update: Update) -> Held | Delta:
+        match update:
+            case Held():
+                self.was_held = True
+                return update
+            case Tokens(tokens, read):
+                before = self._read(read)
+                if self.first_token_s is None:
+                    self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
+                    model = self.request.model
+                    self._parts.measures.first_token(
+                        model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms
+                    )
+                delta = self.answer.feed(tokens)
+                return delta if before is None else joined([before, delta])
+            case Ended(finish, read):
+                before = self._read(read)
+                delta = self.answer.finish(finish)
+                return delta if before is None else joined([before, delta])
+
+    def _read(self, read: PromptRead | None) -> Delta | None:
+        """What the answer says of its prompt, if that is something, and once."""
+        if self.answer.told is not None:
+            return None
+        said = self.answer.read(read)
+        return said if said.text or said.tokens else None

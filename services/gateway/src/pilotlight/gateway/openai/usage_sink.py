@@ -1,0 +1,47 @@
+"""Where exchanges note what they used."""
+
+from typing import Protocol
+
+from pilotlight.gateway.records.usage_journal import Meter
+
+
+class UsageSink(Protocol):
+    """Where requests are noted: while they run, and when they have ended (``UsageRecorder``)."""
+
+    def meter(
+        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, streamed: bool
+    ) -> Meter | None:
+        """What outlives this process of a request that has its first token; None: nothing does.
+
+        Args:
+            model: its name.
+            key_id: of the API key that pays.
+            request_id: the client's request.
+            prompt_tokens: counted once, also for several choices.
+            streamed: the client gets the answer as it comes.
+        """
+        ...
+
+    def record(
+        self,
+        *,
+        model: str,
+        key_id: str,
+        request_id: str,
+        prompt_tokens: int,
+        output_tokens: int,
+        status: str,
+        meter: Meter | None = None,
+    ) -> None:
+        """Note one that has ended; never waits.
+
+        Args:
+            model: its name.
+            key_id: of the API key that pays.
+            request_id: the client's request.
+            prompt_tokens: counted once, also for several choices.
+            output_tokens: of all choices.
+            status: ``ok``, ``cancelled`` or an error's code.
+            meter: the one that it had while it ran.
+        """
+        ...
