@@ -34,15 +34,15 @@ No clock and no randomness: the same calls give the same plans.
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import islice
 
 from pilotlight.engine.core.admission import check_kv_room
-from pilotlight.engine.core.batch import Batch, Plan, Segment, readings_of
+from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
+from pilotlight.engine.core.sharing import Sharing
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.request import RequestKey
@@ -60,9 +60,19 @@ class _TakeUp:
 class BatchScheduler:
     """Owns a stage's requests and has the block tables of those that run."""
 
-    def __init__(self, tables: BlockTables, limits: BatchLimits) -> None:
+    def __init__(
+        self, tables: BlockTables, limits: BatchLimits, *, whole_prompts: bool = False
+    ) -> None:
+        """Has nothing to do yet.
+
+        Args:
+            tables: blocks of the stage.
+            limits: of its batches.
+            whole_prompts: as in ``Sharing``.
+        """
         self._tables = tables
         self._limits = limits
+        self._sharing = Sharing(limits.step_tokens, whole_prompts)
         self._running: dict[RequestKey, Request] = {}
         """Oldest first."""
         self._queue: OrderedDict[RequestKey, Request] = OrderedDict()
@@ -135,7 +145,7 @@ class BatchScheduler:
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and
            blocks go, unless they gather (``gathering``).
         """
-        counts = self._share_tokens(at_most)  # 1
+        counts = self._sharing.among(self._running.values(), at_most)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
         left = self._limits.step_tokens - sum(counts.values())
@@ -146,27 +156,11 @@ class BatchScheduler:
         segments = tuple(self._segment(request, counts[request.key]) for request in requests)
         return Plan(
             requests=requests,
-            batch=Batch(segments, readings_of(requests, segments)),
+            batch=Batch(segments, readings_of(requests, segments), poolings_of(requests, segments)),
             preempted=preempted,
             prefix_looked_up_tokens=taken.looked_up_tokens,
             prefix_hit_tokens=taken.hit_tokens,
         )
-
-    def _share_tokens(self, at_most: int | None) -> dict[RequestKey, int]:
-        """How many tokens each running request may run."""
-        ready = dict(
-            islice(
-                ((key, request) for key, request in self._running.items() if request.wanted),
-                at_most,
-            )
-        )
-        counts = {key: 1 for key, request in ready.items() if request.wanted == 1}
-        left = self._limits.step_tokens - len(counts)
-        for key, request in ready.items():
-            if request.wanted > 1:
-                counts[key] = min(request.wanted, left)
-                left -= counts[key]
-        return counts
 
     def _make_room(self, counts: dict[RequestKey, int]) -> int:
         """Gives each request the block that it lacks, and strikes off those that cannot run; how
@@ -207,12 +201,16 @@ class BatchScheduler:
         looked_up = hits = 0
         while (
             self._queue
-            and left
+            and left > 0
             and len(counts) < places
             and len(self._running) < self._limits.running
         ):
             request = next(iter(self._queue.values()))
             if self._tables.worth_waiting(request, self._running.values()):
+                break
+            if not self._sharing.portion(
+                request.wanted or 1, left, first=not (self._running or counts)
+            ):
                 break
             in_place = self._tables.open(request, spare_blocks=len(self._running))
             if in_place is None:
@@ -224,7 +222,7 @@ class BatchScheduler:
                 hits += in_place
             del self._queue[request.key]
             self._run(request, in_place)
-            counts[request.key] = min(request.wanted, left)
+            counts[request.key] = self._sharing.portion(request.wanted, left, first=not counts)
             left -= counts[request.key]
         return _TakeUp(counts, looked_up, hits)
 
