@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -95,3 +96,53 @@ def save_pooled(
         }
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(said))
     return model
+
+
+_WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "light",
+    "burns",
+    "and",
+    "rain",
+    "falls",
+    "on",
+    "no",
+    "yes",
+)
+_SPECIAL = {
+    "bert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"],
+    "qwen3": ["<|endoftext|>", "[UNK]", "<|im_start|>", "<|im_end|>"],
+}
+
+
+def save_tokenizer(kind: str, folder: Path) -> None:
+    """Writes a tokenizer of a few words, which puts around texts what models of the kind have
+    there: ``bert`` or ``qwen3``.
+    """
+    special = _SPECIAL[kind]
+    listed = [*special, *_WORDS, *"abcdefghijklmnopqrstuvwxyz", *"0123456789<>:.,?!-"]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(listed))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(special)
+    if kind == "bert":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+        )
+    else:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
