@@ -196,6 +196,7 @@ class Output:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     cached_tokens: int = 0
     prompt: PromptLogprobs | None = None
+    vector: bytes | None = None
 
 
 class Driver:
@@ -260,6 +261,7 @@ class Driver:
             output.cached_tokens += produced.cached_tokens
             assert output.prompt is None or produced.prompt is None, "it is told once"
             output.prompt = output.prompt or produced.prompt
+            output.vector = output.vector or produced.vector
             output.finish, output.code, output.message = (
                 produced.finish,
                 produced.code,

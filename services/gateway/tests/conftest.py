@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx2
@@ -41,6 +41,8 @@ from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.testing import ScriptedWorker, entries_of
 from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
 from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.pooling.prompts import PooledPrompts
+from pilotlight.gateway.surfaces.pooling.routes import PoolingParts
 from pilotlight.gateway.surfaces.routes import SurfaceParts, surface_routes
 from pilotlight.gateway.surfaces.testing import KeptResponses
 from pilotlight.gateway.testing import (
@@ -54,6 +56,7 @@ from pilotlight.gateway.testing import (
     entry_of,
 )
 from pilotlight.gateway.texts.texts import Texts, build_texts
+from pilotlight.policy.pooling import Pooling
 from pilotlight.text.bundle import TextBundle, encode
 from pilotlight.text.testing import byte_level_json
 from pilotlight.text.tokenizer import TextTokenizer
@@ -142,6 +145,7 @@ async def make_world(
             max_context_tokens: int = 4096,
             text: TextBundle = bundle,
             database: Database | None = None,
+            pooling: Pooling | None = None,
             **changes: object,
         ) -> World:
             context = make_context(
@@ -151,10 +155,12 @@ async def make_world(
                 ),
             )
             await context.store.put_if_absent(text_key(text.digest()), encode(text))
+            entry = entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens)
+            spec = replace(entry.model.spec, pooling=pooling)
             world = _world(
                 context,
                 text,
-                entry_of(MODEL, text, context.clock, max_context_tokens=max_context_tokens),
+                replace(entry, model=replace(entry.model, spec=spec)),
                 database or Database(NO_DATABASE, "gateway", context.clock),
             )
             serving = world.serving
@@ -211,6 +217,12 @@ def _world(
     )
     texts = build_texts(context, RESERVED_HELPERS)
     encoder, responses, keys = PromptEncoder(texts), KeptResponses(), FixedKeys()
+    limits = Limits(
+        max_body_bytes=settings.max_body_bytes,
+        max_requests=settings.max_requests,
+        max_choices=settings.max_choices,
+        request_timeout_s=settings.request_timeout_s,
+    )
     api = OpenAiApi(
         NamedModels(
             KnownModels([entry]), parsed_aliases(settings.model_aliases), settings.default_model
@@ -218,12 +230,7 @@ def _world(
         keys,
         exchanges,
         encoder,
-        Limits(
-            max_body_bytes=settings.max_body_bytes,
-            max_requests=settings.max_requests,
-            max_choices=settings.max_choices,
-            request_timeout_s=settings.request_timeout_s,
-        ),
+        limits,
     )
     surfaces = SurfaceParts(
         api=api,
@@ -231,6 +238,9 @@ def _world(
         responses=responses,
         clock=context.clock,
         door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
+        pooling=PoolingParts(
+            api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
+        ),
     )
     pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
     batches = build_batches(

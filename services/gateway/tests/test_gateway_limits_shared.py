@@ -14,6 +14,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import RateLimited
 from pilotlight.common.messages.limits import LimitTotal
 from pilotlight.common.testing import MakeContext, until
+from pilotlight.gateway.edge.client_headers import noted_headers
 from pilotlight.gateway.limits.exchange import TELL_S, LimitExchange
 from pilotlight.gateway.limits.limiter import Admission, Limiter
 from pilotlight.gateway.settings import GatewaySettings
@@ -255,7 +256,7 @@ async def test_totals_go_over_the_bus(exchanging: list[Limiter]) -> None:
     await until(lambda: exchanging[2].peers.running(f"key/{KEY}") == 1)
     scope: dict[str, Any] = {"state": {}}
     await exchanging[2].admit(KEY, tenant, 1, scope)
-    told = dict(scope["state"]["reply_headers"])
+    told = dict(noted_headers(scope))
     assert told[b"x-ratelimit-remaining-requests"] == b"3"
     admission.end(1)
     await until(lambda: exchanging[2].peers.running(f"key/{KEY}") == 0)

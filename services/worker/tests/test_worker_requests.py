@@ -302,3 +302,24 @@ def test_what_is_told_of_a_prompt_goes_with_the_first_token_until_it_has_arrived
     assert told(table.entry(key, 1)) == (0, None)
     table.acknowledge(GATEWAY, ack(1), 0.0)
     assert told(table.resend(ask(1))) == (0, None)
+
+
+def test_a_vector_goes_with_its_token_until_that_has_arrived() -> None:
+    table = RequestTable(max_running=1)
+    table.accept(submit())
+    made = Produced(
+        request_id=RequestId("req-1"),
+        attempt=1,
+        position=0,
+        token_ids=(0,),
+        finish=FinishReason.LENGTH,
+        vector=b"\x00\x00\x80\x3f",
+    )
+    table.produced(made, 0.0)
+    key = RequestKey(RequestId("req-1"), 1)
+    for entry in (table.entry(key, 0), table.resend(ask(0))):
+        assert entry is not None
+        assert (entry.vector, entry.finish) == (made.vector, FinishReason.LENGTH)
+    table.acknowledge(GATEWAY, ack(1), 0.0)
+    assert table.entry(key, 1) is not None
+    assert table.entry(key, 1).vector is None

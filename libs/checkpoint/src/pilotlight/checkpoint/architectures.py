@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 
+from pilotlight.checkpoint.encoders import encoder_parts, is_encoder_buffer
 from pilotlight.policy.model import Dtype, ModelSpec
 
 Shape = tuple[int, ...]
@@ -127,17 +128,19 @@ def expected_parts(spec: ModelSpec) -> tuple[dict[str, Shape], ...]:
 
     Behind each quantized weight comes its scale. ``spec.part_bytes`` is not looked at.
     """
+    if spec.encoder is not None:
+        return encoder_parts(spec, spec.encoder)
     sizes, quantization = _sizes(spec), spec.quantization
 
     def shaped(dims: Mapping[str, _Dims], prefix: str = "") -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
         for name, words in dims.items():
-            shapes[prefix + name] = shape = tuple(sizes[dim] for dim in words)
+            name = (prefix + name).replace("model.", spec.tensor_prefix, 1)
+            shapes[name] = shape = tuple(sizes[dim] for dim in words)
             if quantization is not None and quantization.covers(name):
                 rows, width = shape
-                shapes[prefix + quantization.scale_of(name)] = quantization.stored_scale_shape(
-                    rows, width
-                )
+                scale = quantization.scale_of(name)
+                shapes[scale] = quantization.stored_scale_shape(rows, width)
         return shapes
 
     layers = (
@@ -155,11 +158,13 @@ def expected_dtype(spec: ModelSpec, name: str) -> Dtype:
 
 
 def is_ignored(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor that no part expects is harmless: a rotary buffer, or a tied model's second
-    copy of its embedding.
+    """Whether a tensor that no part expects is harmless: a buffer, or a tied model's second copy of
+    its embedding.
     """
+    if spec.encoder is not None:
+        return is_encoder_buffer(spec, name)
     tied_copy = spec.tied_embeddings and name in _PROJECTION
-    return tied_copy or _BUFFER.fullmatch(name) is not None
+    return tied_copy or _BUFFER.fullmatch("model." + name.removeprefix("model.")) is not None
 
 
 def _in_layer(spec: ModelSpec, layer: int) -> Iterator[tuple[str, _Dims]]:

@@ -8,6 +8,7 @@ from pilotlight.checkpoint.errors import BadCheckpoint, UnsupportedModel
 from pilotlight.checkpoint.generation import GENERATION_FILE, GenerationDefaults, parse_generation
 from pilotlight.checkpoint.layout import build_manifest, stored_dtype, stored_scale_dtype
 from pilotlight.checkpoint.manifest import Chunk, Manifest
+from pilotlight.checkpoint.pooling import read_pooling_files
 from pilotlight.checkpoint.reader import Source, SourceFile, read_small, source_version
 from pilotlight.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, MAX_CONFIG_BYTES, JsonObject
@@ -59,10 +60,12 @@ def read_checkpoint(source: Source) -> Checkpoint:
     config = read_small(source, files[CONFIG_FILE], MAX_CONFIG_BYTES)
     tensors = read_tensors(source, files)
     stored = stored_dtype(tensors)
-    spec = parse_config(config, stored, stored_scale_dtype(tensors))
+    said = read_pooling_files(source, files)
+    spec = parse_config(config, stored, stored_scale_dtype(tensors), said=said, names=tensors)
     manifest = build_manifest(spec, files.values(), tensors)
     text_files = tuple(files[name] for name in TEXT_FILES if name in files)
     looked_at = {file.name: file for file in (*manifest.files, *text_files)}
+    looked_at |= {name: files[name] for name in said}
     if INDEX_FILE in files:
         looked_at[INDEX_FILE] = files[INDEX_FILE]
     return Checkpoint(

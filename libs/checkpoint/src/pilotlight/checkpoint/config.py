@@ -4,7 +4,9 @@ What the engine would compute differently from what the configuration says is re
 a model that loads and then speaks nonsense is worse than one that does not load.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from pilotlight.checkpoint.architectures import (
     SUPPORTED_ARCHITECTURES,
@@ -12,13 +14,17 @@ from pilotlight.checkpoint.architectures import (
     expected_dtype,
     expected_parts,
 )
+from pilotlight.checkpoint.encoder_config import parse_encoder
+from pilotlight.checkpoint.encoders import ENCODERS
 from pilotlight.checkpoint.errors import UnsupportedModel, quote
 from pilotlight.checkpoint.layout import image_bytes, quantized_bytes
+from pilotlight.checkpoint.pooling import BACKBONES, parse_pooling, text_tokens
 from pilotlight.checkpoint.quantization import check_blocks, parse_quantization
 from pilotlight.checkpoint.rope import MAX_CONTEXT_TOKENS, parse_rope
 from pilotlight.checkpoint.strict_json import CONFIG_FILE, JsonObject
 from pilotlight.checkpoint.windows import parse_windows
 from pilotlight.policy.model import RUN_DTYPES, Dtype, Experts, ModelSpec
+from pilotlight.policy.pooling import Task
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 18
@@ -31,15 +37,26 @@ MAX_EXPERTS = 1 << 16
 
 _DEFAULT_NORM_EPS = 1e-6
 _DEFAULT_QUERY_SCALAR = 256.0
+_BARE_EMBEDDING = "embed_tokens.weight"
+_NOTHING_SAID: Mapping[str, bytes] = MappingProxyType({})
 
 
-def parse_config(data: bytes, stored: Dtype, scale_dtype: Dtype | None = None) -> ModelSpec:
+def parse_config(
+    data: bytes,
+    stored: Dtype,
+    scale_dtype: Dtype | None = None,
+    *,
+    said: Mapping[str, bytes] = _NOTHING_SAID,
+    names: Container[str] = (),
+) -> ModelSpec:
     """Read a model's configuration.
 
     Args:
         data: the content of ``config.json``, as transformers 4 or 5 writes it.
         stored: the element type of the weights' files; part sizes follow from it.
         scale_dtype: that of the scales of quantized weights; None: float32, if there are any.
+        said: of the files that say how vectors are made, those that there are.
+        names: of the checkpoint's tensors, where they tell what the configuration does not.
 
     Raises:
         BadCheckpoint: a value is missing, of the wrong type or out of bounds.
@@ -47,7 +64,11 @@ def parse_config(data: bytes, stored: Dtype, scale_dtype: Dtype | None = None) -
             supported.
     """
     config = JsonObject.parse(data, CONFIG_FILE)
-    architecture = _architecture(config)
+    named = _architecture(config)
+    pooling = parse_pooling(config, named, said)
+    if pooling is not None and named in ENCODERS:
+        return _with_sizes(parse_encoder(config, named, pooling, stored, said=said, names=names))
+    architecture = BACKBONES.get(named, named)
     family = SUPPORTED_ARCHITECTURES[architecture]
     _refuse_unsupported(config, family)
     num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -71,11 +92,12 @@ def parse_config(data: bytes, stored: Dtype, scale_dtype: Dtype | None = None) -
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, family, hidden_size, num_heads),
         vocab_size=config.integer("vocab_size", 1, MAX_VOCABULARY),
-        max_context_tokens=max_context_tokens,
+        max_context_tokens=text_tokens(said, max_context_tokens),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rms_norm_eps=config.number("rms_norm_eps", 1e-12, 1e-1, default=_DEFAULT_NORM_EPS),
-        tied_embeddings=config.flag("tie_word_embeddings", default=family.default_tied),
+        tied_embeddings=(pooling is not None and pooling.task is Task.EMBED)
+        or config.flag("tie_word_embeddings", default=family.default_tied),
         attention_bias=_attention_bias(config, family),
         part_bytes=(),
         sliding_window_tokens=windows.window_tokens,
@@ -85,6 +107,8 @@ def parse_config(data: bytes, stored: Dtype, scale_dtype: Dtype | None = None) -
         logit_softcap=_logit_softcap(config, family),
         experts=_experts(config, num_layers) if family.experts else None,
         quantization=parse_quantization(config, scale_dtype),
+        pooling=pooling,
+        tensor_prefix="" if _BARE_EMBEDDING in names else "model.",
     )
     check_blocks(spec)
     return _with_sizes(spec)
@@ -131,8 +155,8 @@ def _architecture(config: JsonObject) -> str:
     names = config.items("architectures")
     if len(names) != 1 or not isinstance(names[0], str):
         raise config.fault("architectures", "does not name one architecture")
-    if names[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    if names[0] not in {*SUPPORTED_ARCHITECTURES, *ENCODERS, *BACKBONES}:
+        supported = ", ".join((*SUPPORTED_ARCHITECTURES, *ENCODERS, *BACKBONES))
         fault = f"architecture {quote(names[0])} is not supported; supported are {supported}"
         raise UnsupportedModel(fault, file=CONFIG_FILE)
     return names[0]

@@ -24,13 +24,12 @@ from pilotlight.checkpoint.errors import (
     SourceUnavailable,
     UriNotAllowed,
 )
+from pilotlight.checkpoint.folders import stats_below
 
 MAX_FILES = 10_000
 """Most files that a source may list."""
 MAX_BUFFERS = 1024
 """Buffers of one ``preadv``: what Linux takes."""
-
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 Progress = Callable[[int], None]
 """Told of bytes as they arrive. May raise, which ends the read: its caller has gone."""
@@ -58,7 +57,7 @@ class Source(Protocol):
     """A flat set of files. Every method may raise ``SourceUnavailable``, or what is below it."""
 
     def list_files(self) -> tuple[SourceFile, ...]:
-        """All files, by name, without folders below."""
+        """All files, by name; of folders below, ``FILES_BELOW`` alone."""
         ...
 
     def read(self, file: SourceFile, offset: int, size_bytes: int) -> bytes:
@@ -175,6 +174,7 @@ class FolderSource(BufferedSource):
                     if len(found) == MAX_FILES:
                         raise BadCheckpoint(f"the folder holds more than {MAX_FILES} files")
                     found.append(_pin(entry.name, entry.stat()))
+            found.extend(_pin(name, stat) for name, stat in stats_below(self._root))
         except OSError as error:
             raise _unreadable(error, f"cannot list {self._root}") from error
         return tuple(sorted(found, key=lambda file: file.name))
@@ -310,7 +310,7 @@ def refuse_pointer(first: bytes, file: SourceFile) -> None:
     Raises:
         BadCheckpoint: the file, of which these are the first bytes, is such a pointer.
     """
-    if first.startswith(_LFS_POINTER):
+    if first.startswith(b"version https://git-lfs.github.com/spec/"):
         raise BadCheckpoint(
             "is a git-lfs pointer and not the file itself: run `git lfs pull` in the repository",
             file=file.name,

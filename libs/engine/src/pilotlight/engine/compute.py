@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -9,12 +10,14 @@ from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.encoder_runner import EncoderRunner, tell_finite
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import RangeRunner
 from pilotlight.engine.device.sampler import NotSampled, PendingTokens, SampledToken, sample
+from pilotlight.engine.models.encoder import Encoder
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
@@ -38,6 +41,19 @@ Launcher = Callable[[Tensor, Sequence[SampleSpec]], PendingTokens]
 
 def _nothing() -> None:
     pass
+
+
+def _directly(run: Callable[[], Tensor]) -> Tensor:
+    return run()
+
+
+def _in_pool_of(memory: StageMemory) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """Runs what takes memory on a CUDA device."""
+    from pilotlight.engine.cuda.pools import run_in
+
+    scratch = memory.scratch()
+    assert scratch is not None, "an arena on a CUDA device has scratch memory"
+    return partial(run_in, scratch.eager)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,10 @@ def compute_on(
         UnsupportedModel: the device does not run the stage's dtype.
         NoRoom: it has no memory for what captured steps read and write.
     """
-    device = memory.arena.device
+    device, decoder = memory.arena.device, memory.decoder
+    if isinstance(decoder, Encoder):
+        within = _directly if device.type == "cpu" else _in_pool_of(memory)
+        return Compute(EncoderRunner(memory, parameters, decoder, within), tell_finite)
     if device.type == "cpu":
         return Compute(RangeRunner(memory, parameters, kv), sample)
     # Only here: on a machine without a GPU there may be no triton.

@@ -330,8 +330,8 @@ class Engine:
             request.control = self._grammars.open(
                 vocabulary, resident.spec.vocab_size, sampling.grammar, output_ids
             )
-        if not pieces or request.scores is not None:
-            # A prompt that is scored runs from its first token on.
+        if not pieces or request.reads_prompt:
+            # A prompt that is scored or pooled runs from its first token on.
             request.queued_s = self._monotonic_s()
             resident.scheduler.submit(request)
             return

@@ -113,7 +113,7 @@ class ResidentStage:
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
-        self.scheduler = BatchScheduler(tables, limits)
+        self.scheduler = BatchScheduler(tables, limits, whole_prompts=spec.encoder is not None)
         self._has_sampled = False
         self._under_way: _UnderWay | None = None
         self._launched: LaunchedStep | None = None
@@ -204,8 +204,8 @@ class ResidentStage:
             raise UnknownInstance(
                 f"only layers [{self.stage.start}, {self.stage.stop}) of {self.instance_id} are here"
             )
-        if request.scores is not None and self.pipeline is not None:
-            raise UnknownInstance("prompts are scored by whole models; this stage leads a pipeline")
+        if (request.scores or request.pooled) is not None and self.pipeline is not None:
+            raise UnknownInstance("prompts are read by whole models; this stage leads a pipeline")
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:

@@ -180,6 +180,7 @@ def told(
         finish=finish,
         cached_tokens=0 if position else request.cached_tokens,
         prompt=None if scores is None else scores.told,
+        vector=None if request.pooled is None else request.pooled.vector,
     )
 
 

@@ -5,6 +5,7 @@ from enum import StrEnum
 from zlib import crc32
 
 from pilotlight.policy.ids import Digest, ModelName
+from pilotlight.policy.pooling import EncoderSpec, Pooling, Task
 
 SLOTS = 16
 """Ranges of addresses that a device has for models, each for one at a time."""
@@ -238,6 +239,17 @@ class ModelSpec:
     experts: Experts | None = None
     quantization: Quantization | None = None
     """None: every tensor is of ``dtype``; otherwise those are that are not quantized."""
+    pooling: Pooling | None = None
+    """How it makes vectors or scores; None: it generates text."""
+    encoder: EncoderSpec | None = None
+    """None: a decoder, whose tokens see those before them alone."""
+    tensor_prefix: str = "model."
+    """What the checkpoint puts before the names of its tensors, those of heads excepted."""
+
+    @property
+    def task(self) -> Task:
+        """What it is for."""
+        return Task.GENERATE if self.pooling is None else self.pooling.task
 
     @property
     def whole(self) -> Stage:

@@ -174,6 +174,9 @@ def _by_policy(
         fleet: All workers, in numbers.
         known: What was learned, and the fetches that run.
     """
+    if model.spec.pooling is not None:
+        # Vectors and scores are made by whole models alone.
+        choice = replace(choice, start=replace(choice.start, max_stages=1))
     size = min(choice.start.max_stages, model.spec.num_layers)
     least = min(even_stages(model.spec, size), key=model.device_bytes)
     found = candidates(model, least, snapshot, rules.placement, excluding)

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from pilotlight.policy.ids import Digest, ModelName, RequestId
+from pilotlight.policy.pooling import Pooled
 
 MAX_PROMPT_VALUES = 150_000
 """Log probabilities that are told of one prompt: more would not fit into a message of the bus."""
@@ -118,3 +119,6 @@ class Sampling:
     prompt_logprobs: int | None = None
     """How many of the most probable tokens are told in the place of each token of the prompt,
     beside that token itself; None: nothing of the prompt."""
+    pooled: Pooled | None = None
+    """The answer is the prompt's vector or score; of tokens there is one, which says nothing. None:
+    the prompt is continued."""

@@ -178,7 +178,9 @@ class Handlers:
                 raise NotLoaded(error.message, retry_after_s=RETRY_AFTER_S) from error
             raise
         context = serving.hold.model.spec.max_context_tokens
-        reach = min(len(submit.prompt_ids) + submit.sampling.max_tokens, context)
+        reach = len(submit.prompt_ids) + submit.sampling.max_tokens
+        # A prompt that is pooled may fill the context, and its one token counts all the same.
+        reach = reach if submit.sampling.pooled is not None else min(reach, context)
         if reach > held.kv_capacity_tokens:
             await lending.reach(held, reach)
 
@@ -267,7 +269,9 @@ def _check_room(submit: Submit, hold: Hold, kv_limit_tokens: int) -> None:
     """
     held_tokens = held_tokens_of(submit)
     limit_tokens = hold.model.spec.max_context_tokens
-    if len(submit.prompt_ids) >= limit_tokens:
+    if submit.sampling.pooled is not None and len(submit.prompt_ids) > limit_tokens:
+        raise ContextTooLong.by_prompt(limit_tokens, len(submit.prompt_ids), chat=False)
+    if submit.sampling.pooled is None and len(submit.prompt_ids) >= limit_tokens:
         raise ContextTooLong(
             f"This model's maximum context length is {limit_tokens} tokens. However, the prompt has {len(submit.prompt_ids)} tokens, "
             "which leaves no room for an answer"

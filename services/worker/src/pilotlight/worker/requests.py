@@ -62,6 +62,8 @@ class _Kept:
     cached_tokens: int = 0
     prompt: PromptLogprobs | None = None
     """Until its first token is acknowledged."""
+    vector: bytes | None = None
+    """Likewise."""
     waits_since_s: float | None = None
     """Since when its gateway has been silent with something outstanding; None when nothing is."""
     cancelled: bool = False
@@ -86,6 +88,7 @@ class _Kept:
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs[skip:],
             cached_tokens=0 if self.kept + skip else self.cached_tokens,
             prompt=None if self.kept + skip else self.prompt,
+            vector=None if self.kept + skip else self.vector,
         )
 
 
@@ -194,6 +197,7 @@ class RequestTable:
         kept.token_ids += produced.token_ids
         kept.cached_tokens = kept.cached_tokens or produced.cached_tokens
         kept.prompt = kept.prompt or produced.prompt
+        kept.vector = kept.vector or produced.vector
         if kept.logprobs is not None:
             kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
         if kept.top_logprobs is not None:
@@ -241,7 +245,7 @@ class RequestTable:
             if kept.top_logprobs is not None:
                 del kept.top_logprobs[:arrived]
             kept.kept += arrived
-            kept.prompt = None
+            kept.prompt = kept.vector = None
         outstanding = bool(kept.token_ids) or kept.finish is not None
         kept.waits_since_s = now_s if outstanding else None
         return next(iter(self._drop((kept.key,))), None) if entry.done else None

@@ -306,6 +306,9 @@ class Produced(Message, array_like=True, frozen=True, kw_only=True):
     """With the first token: as many of the prompt were found in the prefix cache."""
     prompt: PromptLogprobs | None = None
     """With the first token, if the request asked for it."""
+    vector: bytes | None = None
+    """With the token of a request that is pooled: its vector or score, float32 and lowest byte
+    first."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):

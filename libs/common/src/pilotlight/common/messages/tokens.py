@@ -91,6 +91,9 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     """Of an entry with ``seq`` 0: as many tokens of the prompt were found in the prefix cache."""
     prompt: PromptLogprobs | None = None
     """Of an entry with ``seq`` 0, when the request asked for it."""
+    vector: bytes | None = None
+    """Of the entry of a request that is pooled: its vector or score, float32 and lowest byte
+    first."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from pilotlight.checkpoint.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotlight.checkpoint.folders import belongs
 from pilotlight.checkpoint.reader import MAX_FILES, SourceFile
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.model_uris import HubUri
@@ -115,17 +116,13 @@ class HubSource(RangedSource):
             )
         if len(listing.siblings) > MAX_FILES:
             raise BadCheckpoint(f"the repository holds more than {MAX_FILES} files")
-        flat = [
-            found
-            for found in listing.siblings
-            if "/" not in found.rfilename and found.rfilename.isprintable()
-        ]
+        flat = [found for found in listing.siblings if belongs(found.rfilename)]
         self._listed = tuple(sorted(map(_pin, flat), key=lambda file: file.name))
         self.uri = pinned
         return pinned
 
     def list_files(self) -> tuple[SourceFile, ...]:
-        """As ``Source.list_files``; folders of the repository are left out."""
+        """As ``Source.list_files``; folders are left out, as there."""
         if self._listed is None:
             self.pin()
         assert self._listed is not None
@@ -157,7 +154,9 @@ class HubSource(RangedSource):
                     return
             self._forget(file.name, place)
         assert self.uri.pinned
-        url = f"{self._endpoint}/{self.uri.repository}/resolve/{self.uri.revision}/{quote(file.name, safe='')}"
+        url = (
+            f"{self._endpoint}/{self.uri.repository}/resolve/{self.uri.revision}/{quote(file.name)}"
+        )
         with self._get(url, start, stop) as answer:
             _check_claims(answer, file, str(self.uri.revision))
             _refuse(answer, f"{self.uri}", self._clock, file.name)

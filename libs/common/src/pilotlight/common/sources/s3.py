@@ -14,6 +14,7 @@ from pilotlight.checkpoint.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotlight.checkpoint.folders import belongs
 from pilotlight.checkpoint.reader import MAX_FILES, SourceFile
 from pilotlight.common.model_uris import S3Uri
 from pilotlight.common.s3 import S3Fault, s3_store
@@ -94,7 +95,7 @@ class S3Source(RangedSource):
                     )
                 for meta in batch:
                     name = meta["path"]
-                    if name and "/" not in name and name.isprintable():
+                    if name and belongs(name):
                         found.append(_pin(name, meta["size"], meta["e_tag"]))
         except (BaseError, OSError) as error:
             raise self._failure(error, None) from error

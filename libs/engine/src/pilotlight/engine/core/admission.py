@@ -6,6 +6,7 @@ What it takes, it can serve: sooner or later there is room for it.
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, ContextTooLong, NoRoom
 from pilotlight.policy.model import ModelSpec
+from pilotlight.policy.pooling import Task
 from pilotlight.policy.request import MAX_PROMPT_VALUES, Sampling
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -31,11 +32,12 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
     1. Without a prompt there is nothing to continue.
     2. Every id is in the vocabulary.
     3. The sampling parameters are in their ranges.
-    4. The prompt leaves room for one token in the model's context.
+    4. The prompt leaves room for one token in the model's context; one that is pooled may fill it.
     5. The stage's whole KV cache holds the tokens that the request can reach.
+    6. It asks for what the model gives: text, or a vector or score.
 
     Raises:
-        BadRequest: rules 1 to 3.
+        BadRequest: rules 1 to 3, and 6.
         ContextTooLong: rule 4.
         NoRoom: rule 5.
     """
@@ -49,7 +51,8 @@ def check_request(spec: ModelSpec, kv_capacity_tokens: int, request: Request) ->
         raise BadRequest(f"token id {strange} is outside the vocabulary of {spec.vocab_size}")
     check_sampling(sampling, spec.vocab_size)  # 3
     check_prompt_logprobs(sampling, request.prompt_tokens)
-    if request.prompt_tokens >= spec.max_context_tokens:  # 4
+    check_pooled(spec, sampling, request.prompt_tokens)  # 6
+    if request.prompt_tokens >= spec.max_context_tokens + (sampling.pooled is not None):  # 4
         raise ContextTooLong(
             f"the prompt has {request.prompt_tokens} tokens; with output, the model's context holds {spec.max_context_tokens}"
         )
@@ -77,6 +80,36 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
             )
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise BadRequest(f"logit_bias: {bias} is not in its range, {-MAX_BIAS} to {MAX_BIAS}")
+
+
+def check_pooled(spec: ModelSpec, sampling: Sampling, prompt_tokens: int) -> None:
+    """Refuses text of a model that gives vectors or scores, these of one that gives text, and what
+    contradicts the model.
+
+    Raises:
+        BadRequest: it is so; the message says how.
+    """
+    pooled, pooling = sampling.pooled, spec.pooling
+    if pooled is None or pooling is None:
+        if pooled is not None or spec.task is Task.EMBED or spec.encoder is not None:
+            raise BadRequest(f"the model's task is {spec.task}, and something else is asked of it")
+        return
+    plain = (sampling.max_tokens, sampling.grammar, sampling.prompt_logprobs) == (1, None, None)
+    second = pooled.second_starts
+    if (
+        not plain
+        or pooled.mode is not pooling.mode
+        or len(pooled.answers) != len(pooling.answers)
+        or any(not 0 <= token_id < spec.vocab_size for token_id in pooled.answers)
+    ):
+        raise BadRequest("a vector or score is asked for in another way than the model has it")
+    if pooled.dimensions is not None and not 1 <= pooled.dimensions <= spec.hidden_size:
+        raise BadRequest(f"{pooled.dimensions} dimensions are not within 1 and {spec.hidden_size}")
+    types = 1 if spec.encoder is None else spec.encoder.num_types
+    if second is not None and (types < 2 or not 0 <= second <= prompt_tokens):
+        raise BadRequest(
+            f"a second text from token {second} on is not one that the model tells apart"
+        )
 
 
 def check_prompt_logprobs(sampling: Sampling, prompt_tokens: int) -> None:

@@ -5,8 +5,10 @@ instance.
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
+from pilotlight.engine.core.pooled import PoolReading
 from pilotlight.engine.core.prompt_scores import Reading
 from pilotlight.engine.core.request import Request
+from pilotlight.policy.pooling import PoolingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,18 @@ class Batch:
     segments: tuple[Segment, ...]
     readings: tuple[Reading, ...] = ()
     """Rows of prompts whose tokens are to be scored by whichever stage ends the model."""
+    poolings: tuple[PoolReading, ...] = ()
+    """Rows of which it makes vectors or scores."""
 
     @property
     def num_tokens(self) -> int:
         """Rows of every tensor."""
         return sum(segment.count for segment in self.segments)
+
+    @property
+    def reads(self) -> bool:
+        """More is looked at than each segment's last row."""
+        return bool(self.readings or self.poolings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +113,21 @@ def readings_of(requests: Sequence[Request], segments: Sequence[Segment]) -> tup
             readings.append(Reading(row, segment.start, targets, request.scores))
         row += segment.count
     return tuple(readings)
+
+
+def poolings_of(
+    requests: Sequence[Request], segments: Sequence[Segment]
+) -> tuple[PoolReading, ...]:
+    """Of which rows a batch of these makes vectors: all of a prompt's, or those of the chunk that
+    ends it where the last one counts alone.
+    """
+    poolings: list[PoolReading] = []
+    row = 0
+    for request, segment in zip(requests, segments, strict=True):
+        pooled = request.pooled
+        ends = segment.stop >= request.prompt_tokens
+        if pooled is not None and (ends or pooled.asked.mode is not PoolingMode.LAST):
+            rows = slice(row, row + segment.count)
+            poolings.append(PoolReading(rows, segment.start, request.prompt_tokens, pooled))
+        row += segment.count
+    return tuple(poolings)

@@ -7,8 +7,10 @@ from typing import Protocol
 from pilotlight.engine.core.blocks import BlockHash
 from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
+from pilotlight.engine.core.pooled import PooledPrompt
 from pilotlight.engine.core.prompt_scores import PromptScores
 from pilotlight.policy.fairness import NO_TENANT
+from pilotlight.policy.pooling import PoolingMode
 from pilotlight.policy.request import FinishReason, RequestKey, Sampling
 
 
@@ -52,6 +54,7 @@ class Request:
         "deadline_s",
         "key",
         "max_context_tokens",
+        "pooled",
         "prompt_tokens",
         "queued_s",
         "sampling",
@@ -89,6 +92,8 @@ class Request:
         )
         """Of its prompt, until they are told; None where nobody asks for them, or they were told by
         an earlier attempt."""
+        self.pooled = PooledPrompt(sampling.pooled) if sampling.pooled is not None else None
+        """Of its prompt, until it is told."""
         self.cached_tokens = 0
         """Of its prompt, those that were in place when it was first taken up."""
         self.state = RequestState.WAITING
@@ -122,7 +127,15 @@ class Request:
     @property
     def kv_tokens(self) -> int:
         """Tokens that it can reach: what it must have room for in the end."""
-        return min(self.prompt_tokens + self.sampling.max_tokens, self.max_context_tokens)
+        reach = self.prompt_tokens + self.sampling.max_tokens
+        # A prompt that is pooled is followed by nothing: it may fill the context.
+        return reach if self.sampling.pooled is not None else min(reach, self.max_context_tokens)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """All of its prompt has to run: nothing of it may come from a cache."""
+        mode = None if self.pooled is None else self.pooled.asked.mode
+        return self.scores is not None or mode not in (None, PoolingMode.LAST)
 
     @property
     def exhausted(self) -> bool:

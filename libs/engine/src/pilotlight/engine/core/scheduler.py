@@ -35,18 +35,13 @@ import math
 from dataclasses import dataclass
 
 from pilotlight.engine.core.admission import check_kv_room
-from pilotlight.engine.core.batch import Batch, Plan, Segment, readings_of
+from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.shares import (
-    left_behind,
-    left_for_newcomers,
-    prompt_cap,
-    share_tokens,
-)
+from pilotlight.engine.core.sharing import Sharing, left_behind
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.core.waiting import WaitingRow
 from pilotlight.engine.errors import EngineFailed
@@ -65,9 +60,19 @@ class _TakeUp:
 class BatchScheduler:
     """Owns a stage's requests and has the block tables of those that run."""
 
-    def __init__(self, tables: BlockTables, limits: BatchLimits) -> None:
+    def __init__(
+        self, tables: BlockTables, limits: BatchLimits, *, whole_prompts: bool = False
+    ) -> None:
+        """Has nothing to do yet.
+
+        Args:
+            tables: blocks of the stage.
+            limits: of its batches.
+            whole_prompts: as in ``Sharing``.
+        """
         self._tables = tables
         self._limits = limits
+        self._sharing = Sharing(limits, whole_prompts)
         self._running: dict[RequestKey, Request] = {}
         """Oldest first."""
         self._queue = WaitingRow()
@@ -142,11 +147,11 @@ class BatchScheduler:
            blocks go, unless they gather (``gathering``). None behind one that gets only a part of
            what it wants: it came first.
         """
-        step_tokens, cap = self._limits.step_tokens, prompt_cap(self._limits, self._running)
-        counts = share_tokens(self._running, at_most, step_tokens, cap)  # 1
+        cap = self._sharing.cap(self._running)
+        counts = self._sharing.among(self._running, at_most, cap)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
-        left = left_for_newcomers(self._running, counts, step_tokens)
+        left = self._sharing.left_for_newcomers(self._running, counts)
         idle = preempted or gathers(self._limits, self.running, self._queue, now_s)
         taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places, cap)  # 3
         counts |= taken.counts
@@ -154,7 +159,7 @@ class BatchScheduler:
         segments = tuple(self._segment(request, counts[request.key]) for request in requests)
         return Plan(
             requests=requests,
-            batch=Batch(segments, readings_of(requests, segments)),
+            batch=Batch(segments, readings_of(requests, segments), poolings_of(requests, segments)),
             preempted=preempted,
             prefix_looked_up_tokens=taken.looked_up_tokens,
             prefix_hit_tokens=taken.hit_tokens,
@@ -199,12 +204,16 @@ class BatchScheduler:
         looked_up = hits = 0
         while (
             self._queue
-            and left
+            and left > 0
             and len(counts) < places
             and len(self._running) < self._limits.running
         ):
             request = self._queue.first()
             if self._tables.worth_waiting(request, self._running.values()):
+                break
+            if not self._sharing.portion(
+                request.wanted or 1, left, cap, first=not (self._running or counts)
+            ):
                 break
             in_place = self._tables.open(request, spare_blocks=len(self._running))
             if in_place is None:
@@ -216,7 +225,8 @@ class BatchScheduler:
                 hits += in_place
             self._queue.serve(request)
             self._run(request, in_place)
-            count = counts[request.key] = min(request.wanted, left, cap)
+            count = self._sharing.portion(request.wanted, left, cap, first=not counts)
+            counts[request.key] = count
             left = left_behind(request, count, left)
         return _TakeUp(counts, looked_up, hits)
 
@@ -247,9 +257,7 @@ class BatchScheduler:
         return self._segment(request, request.wanted - 1)
 
     def placed(self, request: Request) -> Segment | None:
-        """What of a request is in place, as a segment from its first token on; None if it does not
-        run.
-        """
+        """What of a request is in place, as a segment from its first token; None: it does not run."""
         if request.key not in self._running:
             return None
         return Segment(

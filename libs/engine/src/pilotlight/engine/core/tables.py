@@ -83,7 +83,7 @@ class BlockTables:
         That is in the step in which that one's last chunk runs: before, its chunks leave no token
         of a step for others.
         """
-        if not self._prefix_cache or request.scores is not None:
+        if not self._prefix_cache or request.reads_prompt:
             return False
         found = len(self._shared(request))
         half = found + -(-(len(request.token_ids) - found * BLOCK_TOKENS) // (2 * BLOCK_TOKENS)) - 1
@@ -99,10 +99,8 @@ class BlockTables:
         )
 
     def _shared(self, request: Request) -> tuple[int, ...]:
-        """Cached blocks of its prefix; none of one whose prompt is scored, for that all of it
-        runs.
-        """
-        if not self._prefix_cache or request.scores is not None:
+        """Cached blocks of its prefix; none of one all of whose prompt has to run."""
+        if not self._prefix_cache or request.reads_prompt:
             return ()
         extend_hashes(self._root, request.block_hashes, request.token_ids)
         return self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])

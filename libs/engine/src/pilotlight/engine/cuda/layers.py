@@ -10,7 +10,6 @@ Results are rounded where the decoder's own steps round them; only sums within a
 products run in another order.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pilotlight.engine.core.prompt_scores import Reading
+from pilotlight.engine.core.batch import Batch
 from pilotlight.engine.cuda.attention_metadata import AttentionMetadata
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import (
@@ -32,6 +31,7 @@ from pilotlight.engine.cuda.projections import Added, Projections, Rows, gemv_of
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.device.pooling import pool
 from pilotlight.engine.device.prompt_scores import score
 from pilotlight.engine.models.decoder import EMBEDDING, GATE_UP, OUTPUT, QKV, Decoder
 from pilotlight.engine.models.layers import Weights, scales_of
@@ -67,7 +67,7 @@ class Layers:
         layers: Stage,
         step: AttentionMetadata,
         scratch: DecodeScratch,
-        readings: Sequence[Reading] = (),
+        batch: Batch | None = None,
     ) -> Tensor:
         """Runs a range.
 
@@ -77,7 +77,7 @@ class Layers:
             layers: the range.
             step: the batch's attention metadata.
             scratch: for as many splits as the step has.
-            readings: what is to be said of prompts, by the range that ends the model.
+            batch: what is to be said of prompts, by the range that ends the model; None: nothing.
 
         Returns:
             Hidden states, or logits of the rows that want them.
@@ -95,8 +95,8 @@ class Layers:
             )
             if layers.stop < self._decoder.spec.num_layers:
                 return residual if x is None else residual + x
-            if readings:
-                score(readings, residual if x is None else residual + x, self._plain_head)
+            if batch is not None and batch.reads:
+                self._read(batch, residual if x is None else residual + x)
             return self._head(residual, x, step)
         rotations = self._decoder.rotations(step.rows.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):
@@ -106,8 +106,15 @@ class Layers:
             )
         if layers.stop < self._decoder.spec.num_layers:
             return hidden
-        score(readings, hidden, self._plain_head)
+        if batch is not None:
+            self._read(batch, hidden)
         return self._head(hidden, None, step)
+
+    def _read(self, batch: Batch, hidden: Tensor) -> None:
+        score(batch.readings, hidden, self._plain_head)
+        last = self._parameters[self._decoder.spec.num_layers + 1]
+        norm = partial(self._decoder.final_norm, last)
+        pool(batch.poolings, self._decoder.spec.pooling, hidden, norm, self._plain_head)
 
     def _plain_head(self, hidden: Tensor) -> Tensor:
         """Logits of rows, however many."""

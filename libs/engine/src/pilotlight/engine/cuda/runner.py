@@ -151,7 +151,7 @@ class CudaRangeRunner:
         plain = (
             batch.num_tokens == rows
             and all(segment.wants_logits for segment in batch.segments)
-            and not batch.readings
+            and not batch.reads
         )
         if size is not None and plain and self._fill(self._static, size, batch, inputs, layers):
             return self._padded(Kind(layers, size), rows, rows)
@@ -159,7 +159,7 @@ class CudaRangeRunner:
         if (
             self._prompt is not None
             and length is not None
-            and not batch.readings
+            and not batch.reads
             and self._fill(self._prompt, length, batch, inputs, layers)
         ):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
@@ -181,7 +181,7 @@ class CudaRangeRunner:
             layers,
             words,
             self._scratch,
-            batch.readings,
+            batch,
         )
 
     def _fill(

@@ -73,14 +73,15 @@ class Parameters:
             )
         if part in self._placed:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
-        prefix = self._decoder.prefix(part)
+        shapes = self._decoder.stored_shapes(part)
+        names = {self._decoder.stored_name(part, name): name for name in shapes}
         expected = {
-            prefix + name: (self._decoder.stored_dtype_of(name), shape)
-            for name, shape in self._decoder.stored_shapes(part).items()
+            stored: (self._decoder.stored_dtype_of(name), shapes[name])
+            for stored, name in names.items()
         }
         _check(part, expected, tensors)
         placed = self._memory.tensors(part)
-        stored = [(placed[name.removeprefix(prefix)], source) for name, source in tensors.items()]
+        stored = [(placed[names[name]], source) for name, source in tensors.items()]
         last = len(self._placed) + 1 == len(self.parts)
         copy_s, convert_s = self._memory.copier.fill(
             stored, monotonic_s, last=last, background=background

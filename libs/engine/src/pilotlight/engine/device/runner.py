@@ -11,6 +11,7 @@ from pilotlight.engine.device.index import index_of
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.device.pooling import pool
 from pilotlight.engine.device.prompt_scores import score
 from pilotlight.engine.errors import BadRequest
 from pilotlight.policy.model import ModelSpec, Stage
@@ -74,6 +75,8 @@ class RangeRunner:
         embedding = parameters[0] if decoder.spec.tied_embeddings else None
         head = partial(decoder.head, parameters[last_part], embedding)
         score(batch.readings, hidden, head)
+        norm = partial(decoder.final_norm, parameters[last_part])
+        pool(batch.poolings, decoder.spec.pooling, hidden, norm, head)
         return head(hidden[index.logit_rows])
 
 

@@ -93,10 +93,16 @@ class Decoder:
         return ("input_layernorm", "post_attention_layernorm")
 
     def prefix(self, part: int) -> str:
-        """What the checkpoint puts before the names of a part's tensors."""
+        """What checkpoints put before the names of a part's tensors, unless ``tensor_prefix`` says
+        otherwise.
+        """
         if part == 0:
             return "model."
         return f"model.layers.{part - 1}." if part <= self.spec.num_layers else ""
+
+    def stored_name(self, part: int, name: str) -> str:
+        """What the checkpoint calls a tensor of a part."""
+        return (self.prefix(part) + name).replace("model.", self.spec.tensor_prefix, 1)
 
     def shapes(self, part: int) -> Shapes:
         """Every tensor of a part as it lies on a device, by its name within the part: the scales of
@@ -291,12 +297,16 @@ class Decoder:
             return gated(weights, "mlp", x, self.activate)
         return mixture(weights, "mlp", x, experts, self.activate)
 
+    def final_norm(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """The last part's norm: [rows, hidden] -> the same."""
+        return self.norm(weights, "model.norm", hidden)
+
     def head(self, weights: Weights, embedding: Weights | None, hidden: Tensor) -> Tensor:
         """The last part: [rows, hidden] -> logits [rows, vocab_size].
 
         ``embedding`` is part 0 where it is tied to the head.
         """
-        x = self.norm(weights, "model.norm", hidden)
+        x = self.final_norm(weights, hidden)
         logits = project(x, weights[OUTPUT] if embedding is None else embedding[EMBEDDING])
         cap = self.spec.logit_softcap
         return logits if cap is None else (logits / cap).tanh() * cap

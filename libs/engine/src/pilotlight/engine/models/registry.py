@@ -2,6 +2,7 @@
 
 from pilotlight.engine.errors import UnsupportedModel
 from pilotlight.engine.models.decoder import Decoder
+from pilotlight.engine.models.encoder import Encoder
 from pilotlight.engine.models.gemma3 import Gemma3Decoder
 from pilotlight.engine.models.llama import LlamaDecoder
 from pilotlight.engine.models.mistral import MistralDecoder
@@ -27,6 +28,8 @@ def decoder_of(spec: ModelSpec) -> Decoder:
     Raises:
         UnsupportedModel: no decoder here has this architecture, or its sizes do not go together.
     """
+    if spec.encoder is not None:
+        return Encoder(spec, spec.encoder)
     decoder = DECODERS.get(spec.architecture)
     if decoder is None:
         raise UnsupportedModel(

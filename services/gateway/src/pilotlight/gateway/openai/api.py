@@ -28,7 +28,7 @@ from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
 from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, telling_of
 from pilotlight.gateway.openai.exchange import Exchange
-from pilotlight.gateway.openai.names import Models
+from pilotlight.gateway.openai.names import Models, for_task
 from pilotlight.gateway.openai.parameters import (
     Options,
     count_choices,
@@ -46,6 +46,7 @@ from pilotlight.gateway.schema.replies import ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 from pilotlight.gateway.serving.token_request import TokenRequest
 from pilotlight.policy.ids import RequestId
+from pilotlight.policy.pooling import Task
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -174,8 +175,6 @@ class OpenAiApi:
         """The API's description: open."""
         return Response(self._document, media_type="application/json")
 
-    # What other shapes of this API are made with.
-
     async def asker(
         self,
         request: Request,
@@ -221,7 +220,7 @@ class OpenAiApi:
             CallerError: it cannot be answered.
             CapacityError, TransientError: not now.
         """
-        entry = await self.entry(body.model, asker.key)
+        entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
@@ -238,7 +237,7 @@ class OpenAiApi:
             CallerError: they cannot be continued.
             CapacityError, TransientError: not now.
         """
-        entry = await self.entry(body.model, asker.key)
+        entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from pilotlight.gateway.edge.errors import ErrorResponse
-from pilotlight.gateway.schema import batches, messages, ollama, responses, tokens
+from pilotlight.gateway.schema import batches, messages, ollama, pooling, responses, tokens
 from pilotlight.gateway.schema.replies import ChatCompletion, Completion, ModelCard, ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
@@ -45,6 +45,27 @@ _ROUTES = (
         _EVENTS,
     ),
     _Route("post", "/v1/completions", "Continue a prompt.", Completion, CompletionRequest, _EVENTS),
+    _Route(
+        "post",
+        "/v1/embeddings",
+        "Vectors of texts.",
+        pooling.Embeddings,
+        pooling.EmbeddingRequest,
+    ),
+    _Route(
+        "post",
+        "/v1/rerank",
+        "Rank documents by a query.",
+        pooling.Reranked,
+        pooling.RerankRequest,
+    ),
+    _Route(
+        "post",
+        "/v1/score",
+        "How well pairs of texts go together.",
+        pooling.Scores,
+        pooling.ScoreRequest,
+    ),
     _Route(
         "post",
         "/v1/files",

@@ -5,6 +5,29 @@ from typing import Protocol
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.models.catalog import CatalogEntry
+from pilotlight.policy.pooling import Task
+
+ROUTES_OF = {
+    Task.GENERATE: "/v1/chat/completions or /v1/completions",
+    Task.EMBED: "/v1/embeddings",
+    Task.SCORE: "/v1/rerank or /v1/score",
+}
+"""Where a model of each task is asked."""
+
+
+def for_task(entry: CatalogEntry, task: Task) -> CatalogEntry:
+    """The model, which is for this task.
+
+    Raises:
+        BadRequest: it is for another.
+    """
+    own = entry.model.spec.task
+    if own is not task:
+        raise BadRequest(
+            f"{entry.model.name} is a model of the task {own}, and not {task}: ask it by {ROUTES_OF[own]}",
+            param="model",
+        )
+    return entry
 
 
 class Models(Protocol):

@@ -59,6 +59,7 @@ def model_card(name: str, entry: CatalogEntry, readiness: Readiness) -> ModelCar
         id=name,
         root=entry.model.name,
         created=entry.created_unix_s,
+        task=entry.model.spec.task.value,
         max_model_len=entry.model.spec.max_context_tokens,
         state=readiness.state.value,
         expected_s=readiness.expected_s,

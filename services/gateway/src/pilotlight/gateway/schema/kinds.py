@@ -8,6 +8,7 @@ from pilotlight.gateway.schema.ollama import (
     OllamaGenerateRequest,
     OllamaShowRequest,
 )
+from pilotlight.gateway.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 from pilotlight.gateway.schema.responses import ResponsesRequest
 from pilotlight.gateway.schema.tokens import DetokenizeRequest, TokenizeRequest
@@ -20,6 +21,9 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "messages": MessagesRequest,
     "count": CountRequest,
     "responses": ResponsesRequest,
+    "embedding": EmbeddingRequest,
+    "rerank": RerankRequest,
+    "score": ScoreRequest,
     "ollama_chat": OllamaChatRequest,
     "ollama_generate": OllamaGenerateRequest,
     "ollama_show": OllamaShowRequest,

@@ -191,6 +191,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "pilotlight"
     root: str
     """The registered model; ``id`` may be an alias of it."""
+    task: Literal["generate", "embed", "score"]
+    """What it is for."""
     max_model_len: int
     state: Literal["cold", "loading", "ready"]
     expected_s: float | None

@@ -27,6 +27,8 @@ class PromptRead(NamedTuple):
     """As many were found in its prefix cache."""
     logprobs: PromptLogprobs | None
     """When they were asked for, and the engine knows of them."""
+    vector: bytes | None = None
+    """Of a prompt that is pooled."""
 
 
 class TokenLog:
@@ -67,7 +69,7 @@ class TokenLog:
         if entry.seq > self.next_seq or end_seq < self.next_seq:
             return False
         if entry.seq == 0 and self.read is None:
-            self.read = PromptRead(entry.cached_tokens, entry.prompt)
+            self.read = PromptRead(entry.cached_tokens, entry.prompt, entry.vector)
         skip = self.next_seq - entry.seq
         token_ids, logprobs, tops = entry.token_ids, entry.logprobs, entry.top_logprobs
         if logprobs is None:

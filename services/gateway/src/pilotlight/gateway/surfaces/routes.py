@@ -10,11 +10,28 @@ from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.surfaces.messages.routes import MESSAGES_PATH, MessageRoutes
 from pilotlight.gateway.surfaces.ollama.door import Door
 from pilotlight.gateway.surfaces.ollama.routes import CHAT_PATH, GENERATE_PATH, OllamaRoutes
+from pilotlight.gateway.surfaces.pooling.routes import (
+    EMBEDDINGS_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    PoolingParts,
+    PoolingRoutes,
+)
 from pilotlight.gateway.surfaces.responses.routes import RESPONSES_PATH, ResponseRoutes
 from pilotlight.gateway.surfaces.responses.store import ResponseStore
 from pilotlight.gateway.surfaces.tokens import TokenRoutes
 
-ANSWERING_PATHS = frozenset({MESSAGES_PATH, RESPONSES_PATH, CHAT_PATH, GENERATE_PATH})
+ANSWERING_PATHS = frozenset(
+    {
+        MESSAGES_PATH,
+        RESPONSES_PATH,
+        CHAT_PATH,
+        GENERATE_PATH,
+        EMBEDDINGS_PATH,
+        RERANK_PATH,
+        SCORE_PATH,
+    }
+)
 """Those whose requests go to the fleet: they are traced."""
 
 
@@ -27,12 +44,14 @@ class SurfaceParts:
     responses: ResponseStore
     clock: Clock
     door: Door
+    pooling: PoolingParts
 
 
 def surface_routes(parts: SurfaceParts) -> list[Route]:
     """Every route of the other shapes."""
     return [
         *TokenRoutes(parts.api, parts.encoder).routes(),
+        *PoolingRoutes(parts.pooling).routes(),
         *MessageRoutes(parts.api).routes(),
         *ResponseRoutes(parts.api, parts.responses).routes(),
         *OllamaRoutes(parts.api, parts.clock, parts.door).routes(),

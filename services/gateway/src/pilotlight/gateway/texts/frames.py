@@ -70,6 +70,25 @@ class Completion(msgspec.Struct, tag="completion", frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
+class Several(msgspec.Struct, tag="several", frozen=True, kw_only=True):
+    """Encode texts, or pairs of them. ``EncodedSeveral`` follows."""
+
+    digest: Digest
+    context_tokens: int
+    firsts: list[str]
+    seconds: list[str] = []
+    """As many as there are first ones; empty: texts come alone."""
+    before: str = ""
+    after: str = ""
+    """Put around each first text, in the place of special tokens; both empty: these are."""
+    truncate_to: int | None = None
+    """Most tokens of a text; None: it is not cut."""
+    answers: tuple[str, ...] = ()
+    """Tokens whose ids are asked for, too."""
+    param: str
+    """The request's field that the texts came in."""
+
+
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Whether it can work. ``Ready`` follows."""
 
@@ -81,7 +100,7 @@ class Give(msgspec.Struct, tag="give", frozen=True, kw_only=True):
     bundle: bytes
 
 
-Job = Hello | Read | Make | Describe | Chat | Completion
+Job = Hello | Read | Make | Describe | Chat | Completion | Several
 ToHelper = Job | Give
 
 
@@ -114,6 +133,16 @@ class Encoded(msgspec.Struct, tag="encoded", frozen=True):
     token_ids: bytes
 
 
+class EncodedSeveral(msgspec.Struct, tag="encoded_several", frozen=True):
+    """Token ids of each text, 4 bytes each; where the token types of its second one begin; ids of
+    the answers.
+    """
+
+    token_ids: list[bytes]
+    second_starts: list[int | None]
+    answers: list[int]
+
+
 class Missing(msgspec.Struct, tag="missing", frozen=True):
     """The helper does not hold the job's bundle: ``Give`` it first."""
 
@@ -126,7 +155,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     param: str | None = None
 
 
-Reply = Ready | Request | Made | Described | Encoded | Missing | Failed
+Reply = Ready | Request | Made | Described | Encoded | EncodedSeveral | Missing | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _jobs: msgspec.msgpack.Decoder[ToHelper] = msgspec.msgpack.Decoder(ToHelper)

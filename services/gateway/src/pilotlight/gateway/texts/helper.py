@@ -57,12 +57,14 @@ from pilotlight.gateway.texts.frames import (
     Ready,
     Reply,
     Request,
+    Several,
     encoded,
     header,
     header_of,
     job_of,
 )
 from pilotlight.gateway.texts.model_text import facts_of
+from pilotlight.gateway.texts.several import encode_several
 from pilotlight.policy.ids import Digest
 from pilotlight.text.bundle import TextBundle, bundle_from_files, decode, encode
 from pilotlight.text.template import ChatTemplate
@@ -179,6 +181,9 @@ class Helper:
             case Chat() | Completion():
                 text = self._text(job.digest)
                 return Missing() if text is None else Encoded(_encoded(text, job))
+            case Several():
+                text = self._text(job.digest)
+                return Missing() if text is None else encode_several(text.tokenizer, job)
 
     def _made(self, job: Make) -> Made:
         bundle = bundle_from_files(job.files)

@@ -30,6 +30,7 @@ from pilotlight.gateway.texts.frames import (
     Describe,
     Described,
     Encoded,
+    EncodedSeveral,
     Failed,
     Give,
     Job,
@@ -39,6 +40,7 @@ from pilotlight.gateway.texts.frames import (
     Read,
     Reply,
     Request,
+    Several,
 )
 from pilotlight.gateway.texts.model_text import ModelText, TextFacts
 from pilotlight.gateway.texts.pool import HelperPool, PoolBounds
@@ -127,6 +129,18 @@ class Texts:
             raise BadRequest("the body holds a number beyond 64 bits") from error
         assert isinstance(reply, Encoded)
         return array("I", reply.token_ids).tolist()
+
+    async def encode_several(self, job: Several, owner: str) -> EncodedSeveral:
+        """Token ids of many texts.
+
+        Raises:
+            BadRequest, ContextTooLong: of a text.
+            TextFailed: the model's tokenizer fails on one.
+            QueueFull, TextUnavailable: not now.
+        """
+        reply = await self._done(job, owner, job.digest)
+        assert isinstance(reply, EncodedSeveral)
+        return reply
 
     async def _done(self, job: Job, owner: str, digest: Digest | None = None) -> Reply:
         """Have a job done, with its bundle where the helper lacks that."""
