@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ROUNDING = 0.2
 """The demo model runs in bfloat16; in float32 the engine's own tests compare."""
 TEXTS = ("A pilot light is a small gas flame that is kept burning.", "The quick brown fox")
+"""The model would stop behind the first."""
 
 
 def reference_logprobs(token_ids: list[int]) -> Any:
@@ -47,6 +48,7 @@ def test_loglikelihoods_are_those_of_transformers(system: RunningSystem) -> None
         scores: Any = choice.logprobs.token_logprobs
         expected = reference_logprobs(row)
         assert scores[0] is None
+        assert len(scores) == len(row) + 1, "lm-eval leaves the last one out"
         wanted = [float(expected[place, token]) for place, token in enumerate(row[1:])]
         assert scores[1 : len(row)] == pytest.approx(wanted, abs=ROUNDING)
         best: Any = choice.logprobs.top_logprobs

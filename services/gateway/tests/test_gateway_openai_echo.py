@@ -195,6 +195,18 @@ async def test_what_contradicts_itself_is_refused(world, fields, param):
     assert answer.json()["error"]["param"] == param
 
 
+async def test_a_scored_text_has_its_one_token_whatever_it_is(world):
+    worker = await reading_worker(world)
+    await complete(world, logprobs=1)
+    await complete(world, echo=True)
+    await complete(world, echo=True, logprobs=1)
+    plain, echoed, scored = [submit.sampling for submit in worker.submits]
+    assert plain.stop_token_ids
+    assert echoed.stop_token_ids == plain.stop_token_ids
+    assert scored.stop_token_ids == ()
+    assert scored.ignore_eos
+
+
 async def test_chats_have_no_echo(world):
     for field in ("echo", "prompt_logprobs"):
         with pytest.raises(openai.BadRequestError, match=r"use /v1/completions"):

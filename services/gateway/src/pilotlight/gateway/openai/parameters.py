@@ -130,17 +130,16 @@ def sampling_of(
     bias = request.logit_bias or {}
     _check_ids(model, "logit_bias", bias)
     _check_ids(model, "stop_token_ids", request.stop_token_ids or ())
+    ignore_eos = bool(request.ignore_eos) or _scores_a_text(request, options, max_tokens)
     return Sampling(
         seed=(request.seed & _SEED_MASK) if request.seed is not None else rng.getrandbits(63),
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         top_k=max(0, request.top_k or 0),
-        ignore_eos=bool(request.ignore_eos),
+        ignore_eos=ignore_eos,
         stop_token_ids=tuple(
-            dict.fromkeys(
-                (*(() if request.ignore_eos else eos_token_ids), *(request.stop_token_ids or ()))
-            )
+            dict.fromkeys((*(() if ignore_eos else eos_token_ids), *(request.stop_token_ids or ())))
         ),
         logprobs=options.logprobs,
         min_p=request.min_p or 0.0,
@@ -155,6 +154,16 @@ def sampling_of(
         grammar=tools.grammar or grammar_of(request),
         prompt_logprobs=wanted_of(request),
     )
+
+
+def _scores_a_text(
+    request: ChatRequest | CompletionRequest, options: Options, max_tokens: int
+) -> bool:
+    """It asks how probable its prompt is, and for the least of output that there is: lm-eval does,
+    and takes the last entry for that output. A token at which the model would stop is one, too.
+    """
+    echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+    return echoes and options.logprobs and max_tokens == 1
 
 
 def _check_ids(model: Model, param: str, token_ids: Iterable[int]) -> None:
