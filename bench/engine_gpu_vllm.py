@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-# Compiling all of DeepGEMM's variants ahead takes it three minutes. Those that are used are compiled
-# in the first turn, which does not count.
+# Compiling all of DeepGEMM's variants ahead takes it three minutes. Those that are used are
+# compiled in the first turn, which does not count.
 os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
 
 import engine_gpu_job as job

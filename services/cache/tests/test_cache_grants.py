@@ -349,6 +349,7 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
     maker = room.RoomMaker(
         books,
         rows,
+        None,
         bus,
         clock,
         Background(),

@@ -71,6 +71,7 @@ class Rig:
             self.books,
             self.rows,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
             clock,
             self.background,
             rules,

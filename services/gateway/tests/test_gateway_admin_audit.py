@@ -311,4 +311,4 @@ async def test_every_write_has_a_name_in_the_log(world: AdminWorld) -> None:
             path = route.path.replace("{name:path}", "org/name").replace("{node_id}", "n")
             named |= {action_of(method, path)[0] for method in WRITES & set(route.methods or ())}
     assert "unknown" not in named
-    assert len(named) == 15
+    assert len(named) == 17

@@ -273,7 +273,7 @@ async def test_prompt_beyond_the_wire(make_world):
     [
         ("GET", "/", 404, "route_not_found"),
         ("GET", "/v2/models", 404, "route_not_found"),
-        ("POST", "/v1/embeddings", 404, "route_not_found"),
+        ("POST", "/v1/moderations", 404, "route_not_found"),
         ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),

@@ -177,7 +177,7 @@ class NotedUsage:
 
     def record(self, **row: Any) -> None:
         """As ``UsageRecorder.record``."""
-        assert row.pop("meter") is None
+        assert row.pop("meter", None) is None
         self.rows.append(row)
 
 

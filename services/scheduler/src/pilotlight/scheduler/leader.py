@@ -101,8 +101,7 @@ class Term:
         self._lease_holds = check
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
-        """Nothing is commanded before: a loader that was away must be able to learn the newest
-        epoch."""
+        """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
         self._shown_after = term_context.world.reconnects
         self._requests = OperatorRequests()
         self._room = RoomClient(context.bus, self._epoch, self, self._owed)
@@ -370,8 +369,7 @@ class Term:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
             await self.cold_starts.settle(kinds)
-            world = self._world
-            self.cold_starts.seed(world.profiles, world.models, world.nodes())
+            self.cold_starts.seed(self._world.profiles, self._world.models, self._world.nodes())
             self._metrics.instances(self.book.books.instances())
 
     # Effects.

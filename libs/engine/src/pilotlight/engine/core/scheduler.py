@@ -257,7 +257,7 @@ class BatchScheduler:
         return self._segment(request, request.wanted - 1)
 
     def placed(self, request: Request) -> Segment | None:
-        """What of a request is in place, as a segment from its first token; None: it does not run."""
+        """What of a request is in place, from its first token; None: it does not run."""
         if request.key not in self._running:
             return None
         return Segment(

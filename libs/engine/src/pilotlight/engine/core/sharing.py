@@ -22,7 +22,7 @@ class Sharing:
     than a step makes one alone."""
 
     def cap(self, running: Running) -> int:
-        """Tokens that a step may run of one prompt: fewer where it also gives streams their next."""
+        """Tokens that a step may run of one prompt: fewer where streams get theirs, too."""
         chunk, whole = self.limits.chunk_tokens, self.limits.step_tokens
         if chunk is None or not any(request.wanted == 1 for request in running.values()):
             return whole

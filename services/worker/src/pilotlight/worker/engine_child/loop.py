@@ -1,7 +1,4 @@
-"""The engine child's loop: commands in, steps, answers out.
-
-One thread; whatever it does, the next thing waits.
-"""
+"""The engine child's loop: commands in, steps, answers out, all of it in one thread."""
 
 import math
 import select

@@ -1,4 +1,4 @@
-"""Runs the texts of one request for vectors or scores, each as a request of its own to the fleet."""
+"""Runs the texts of one request for vectors or scores, each as a request to the fleet."""
 
 import asyncio
 import math
@@ -96,7 +96,7 @@ class PooledExchange:
         """The answer to each text, in order; usage is noted.
 
         Raises:
-            PilotlightError: there is none to one of them, or the key's limits do not let them begin.
+            PilotlightError: there is none to one of them, or the key's limits let none begin.
         """
         key, tokens = self._asker.key, self.usage.prompt_tokens
         admission = await self._parts.limiter.admit(
