@@ -148,7 +148,10 @@ def test_documents_are_ranked_as_by_transformers(
         assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-3)
         assert each["document"] == {"text": TEXTS[each["index"]]}
     best = post(system, "/v1/rerank", {**body, "top_n": 1}).json()
-    assert best["results"] == ranked["results"][:1]
+    # Alone or beside others a text is rounded differently.
+    (first,) = best["results"]
+    assert first == ranked["results"][0] | {"relevance_score": first["relevance_score"]}
+    assert first["relevance_score"] == pytest.approx(expected[first["index"]], abs=1e-3)
     scored = post(system, "/v1/score", {"model": kind, "text_1": QUERY, "text_2": TEXTS}).json()
     assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=1e-3)
 

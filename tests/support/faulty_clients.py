@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -164,7 +165,7 @@ async def run(system: FaultySystem, text: ModelText, ask: Ask) -> Result:
     request = TokenRequest(
         request_id=ask.request_id,
         model=system.models[ask.model],
-        prompt_ids=ask.prompt_ids,
+        prompt_ids=array("I", ask.prompt_ids),
         sampling=ask.sampling,
         arrived_s=parts.clock.monotonic_s(),
     )

@@ -20,8 +20,9 @@ from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.instance import BRINGING
-from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import NOW_S, demand, instance, model, node
+from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import joined
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.repository import SchedulerRepository
@@ -53,15 +54,10 @@ class Cluster:
 
     def start(self, name: str) -> Instance:
         """What the planner does: the instance joins with its places, and is written with them."""
-        seen = Snapshot(
-            now_s=NOW_S,
-            epoch=Epoch(1),
-            nodes=tuple(self.nodes.values()),
-            instances=tuple(entry.instance for entry in self.entries),
-        )
         one = instance(instance_id=f"i-{name}", worker_id=f"w-{name}", state=InstanceState.FETCHING)
         placed = replace(one.placements[0], node_id=NodeId(name))
-        started = replace(one, placements=joined(MODEL, [placed], seen).placements)
+        places = joined(MODEL, [placed], self.nodes.values(), self.entries)
+        started = replace(one, placements=places.placements)
         self.entries.append(Record(instance=started, model=MODEL))
         return started
 
@@ -103,6 +99,18 @@ def test_those_that_start_one_after_the_other_are_one_chain_whatever_ends_or_die
     assert cluster.told() == {"d": "b a", "e": "d b a", "c": "a b"}, (
         "the first source gives no node anything at this moment"
     )
+
+
+def test_of_two_that_were_decided_together_the_one_that_is_a_row_first_goes_first() -> None:
+    cluster, book = Cluster(), Book()
+    cluster.change("a")
+    decided = [instance(instance_id=f"i-{name}", worker_id=f"w-{name}") for name in "bc"]
+    book.put(*(Record(instance=one, model=MODEL, tentative=True) for one in decided))
+    for name in "cb":
+        cluster.entries = list(book.books.of_digest(MODEL.digest))
+        book.joined(Record(instance=cluster.start(name), model=MODEL))
+        cluster.entries = list(book.books.of_digest(MODEL.digest))
+    assert cluster.told() == {"c": "", "b": "c"}
 
 
 def test_without_rows_that_start_there_is_nothing_to_plan() -> None:

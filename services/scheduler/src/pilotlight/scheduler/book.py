@@ -18,6 +18,13 @@ class Book:
         """Take records in, or in the place of what they were."""
         self.books = self.books.put(*records)
 
+    def joined(self, record: Record) -> None:
+        """Take in a start that is a row now: behind those that were before it, though it may have
+        been decided earlier.
+        """
+        self.remove(record.instance.instance_id)
+        self.put(record)
+
     def remove(self, instance_id: InstanceId) -> None:
         """Forget a start that came to nothing."""
         self.books = self.books.without((instance_id,))

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pilotlight.policy.cluster import NodeFacts
+from pilotlight.policy.control.books import Record
 from pilotlight.policy.model import Model
 from pilotlight.policy.multicast import Chain, chains_of
-from pilotlight.policy.plan import Placement, Snapshot
+from pilotlight.policy.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +20,23 @@ class Joined:
     reasons: tuple[str, ...]
 
 
-def joined(model: Model, placements: Iterable[Placement], seen: Snapshot) -> Joined:
+def joined(
+    model: Model,
+    placements: Iterable[Placement],
+    nodes: Iterable[NodeFacts],
+    there: Iterable[Record],
+) -> Joined:
     """Put the nodes of a new instance into the chains of its model, where they have to fetch
     anything.
+
+    Args:
+        model: whose parts travel.
+        placements: of the new instance.
+        nodes: all that there are.
+        there: rows of this model, in the order in which they joined.
     """
     newcomers = tuple(placements)
-    plan = chains_of(model, seen.nodes, seen.instances, newcomers)
+    plan = chains_of(model, nodes, [one.instance for one in there], newcomers)
     joining = [
         node_id
         for node_id in dict.fromkeys(one.node_id for one in newcomers)

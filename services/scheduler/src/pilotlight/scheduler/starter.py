@@ -4,8 +4,9 @@ What is to be started, and where, is control's (``policy.control``).
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -23,7 +24,7 @@ from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
-from pilotlight.policy.ids import Generation, InstanceId
+from pilotlight.policy.ids import Digest, Generation, InstanceId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
@@ -58,6 +59,10 @@ class Starter:
     metrics: SchedulerMetrics
     clock: Clock
     effects: Effects
+    joins: WeakValueDictionary[Digest, asyncio.Lock] = field(
+        default_factory=WeakValueDictionary["Digest", "asyncio.Lock"]
+    )
+    """By model."""
 
     def begin(self, order: StartOrder) -> Record:
         """Count a start from now on, before there is a row of it."""
@@ -160,19 +165,23 @@ class Starter:
             for placement, error in refusals:
                 assert isinstance(error, _REFUSALS)
                 return _refusal(order, placement, error)
-            places = joined(order.model, granted, order.seen)
-            fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
-            instance = replace(
-                instance,
-                placements=places.placements,
-                state=fetching,
-                state_since_s=self.clock.monotonic_s(),
-            )
-            record = replace(record, instance=instance, tentative=False)
-            cold_start = self._cold_start_of(record, order)
-            await self.repository.start(
-                instance, _started(instance, order, grants, places, place), cold_start
-            )
+            async with self._joining(order.model.digest):
+                # Rows of the moment: of two starts of one decision, either may have its room first.
+                there = self.book.books.of_digest(order.model.digest)
+                places = joined(order.model, granted, order.seen.nodes, there)
+                fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
+                instance = replace(
+                    instance,
+                    placements=places.placements,
+                    state=fetching,
+                    state_since_s=self.clock.monotonic_s(),
+                )
+                record = replace(record, instance=instance, tentative=False)
+                cold_start = self._cold_start_of(record, order)
+                await self.repository.start(
+                    instance, _started(instance, order, grants, places, place), cold_start
+                )
+                self.book.joined(record)
             committed = True
         finally:
             if not committed:
@@ -180,11 +189,14 @@ class Starter:
                 for placement in granted:
                     if placement.grant_id is not None:
                         self.effects.release(placement.grant_id)
-        self.book.put(record)
         self.publisher.publish(instance)
         self.metrics.decided("cold_start", "started")
         await self._command(record, cold_start)
         return None
+
+    def _joining(self, digest: Digest) -> asyncio.Lock:
+        """Held while a start joins a model's chains, until the next one sees it there."""
+        return self.joins.setdefault(digest, asyncio.Lock())
 
     async def _reserve(
         self, order: StartOrder, instance: Instance
