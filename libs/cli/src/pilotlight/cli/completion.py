@@ -42,12 +42,12 @@ def completion_command(app: "App") -> Callable[..., int]:
 
 
 def _complete(app: "App", shell: Shell, *, install: bool, as_json: bool) -> int:
-    from pilotlight.cli.output import console, emit_json
+    from pilotlight.cli.output import emit_json, say
 
     if install:
         path = str(_installed(app, shell))
         told = f"wrote {path}; new shells complete `pilotlight`"
-        emit_json({"shell": shell, "path": path}) if as_json else console.print(told, markup=False)
+        say({"shell": shell, "path": path}, told, as_json=as_json)
         return 0
     script = app.generate_completion(shell=shell)
     emit_json({"shell": shell, "script": script}) if as_json else print(script)

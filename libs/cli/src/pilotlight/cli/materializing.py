@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.output import console, emit_json, errors
+from pilotlight.cli.output import console, emit_json, errors, say
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, error_of
 from pilotlight.common.waiting import block
@@ -40,9 +40,7 @@ def materialize(
     found = client.post(f"/models/{quote(name)}/materialize")
     known = {one["fingerprint"] for one in found["artifacts"]}
     if wait_s is None:
-        emit_json(found) if as_json else console.print(
-            f"{name} is to be materialized by a worker with time", markup=False
-        )
+        say(found, f"{name} is to be materialized by a worker with time", as_json=as_json)
         return 0
     columns = (
         TextColumn("{task.description}"),

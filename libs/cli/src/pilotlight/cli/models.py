@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.output import console, emit_json, errors, show_table
+from pilotlight.cli.output import console, emit_json, errors, say, show_table
 from pilotlight.common.errors import BadRequest, error_of
 from pilotlight.common.model_uris import FORMS, parse_uri
 
@@ -101,16 +101,14 @@ def show(client: AdminClient, *, as_json: bool) -> int:
 def remove(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Delete."""
     client.delete(f"/models/{quote(name)}")
-    emit_json({"deleted": name}) if as_json else console.print(f"deleted {name}")
+    say({"deleted": name}, f"deleted {name}", as_json=as_json)
     return 0
 
 
 def warm(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Start an instance."""
     reply = client.post(f"/models/{quote(name)}/warm")
-    emit_json(reply) if as_json else console.print(
-        f"{name} is loading, or ready, as {reply['instance_id']}"
-    )
+    say(reply, f"{name} is loading, or ready, as {reply['instance_id']}", as_json=as_json)
     return 0
 
 
@@ -118,7 +116,7 @@ def evict(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Release every instance."""
     reply = client.post(f"/models/{quote(name)}/evict")
     count = len(reply["instance_ids"])
-    emit_json(reply) if as_json else console.print(f"{name}: {count} instances are released")
+    say(reply, f"{name}: {count} instances are released", as_json=as_json)
     return 0
 
 
@@ -133,7 +131,7 @@ def pin(client: AdminClient, name: str, *, pinned: bool, as_json: bool) -> int:
     """
     model = client.patch(f"/models/{quote(name)}", {"pinned": pinned})
     told = "pinned" if pinned else "not pinned any more"
-    emit_json(model) if as_json else console.print(f"{name} is {told}")
+    say(model, f"{name} is {told}", as_json=as_json)
     return 0
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from rich.markup import escape
 
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.output import console, emit_json, show_table
+from pilotlight.cli.output import console, emit_json, say, show_table
 from pilotlight.common.errors import DeadlineExceeded
 
 MIB = 1024 * 1024
@@ -90,7 +90,7 @@ def undrain(client: AdminClient, node_id: str, *, as_json: bool) -> int:
         NodeNotFound: it was not being drained.
     """
     node = client.delete(f"/nodes/{quote(node_id, safe='')}/drain")
-    emit_json(node) if as_json else console.print(f"{node_id} may be used again", markup=False)
+    say(node, f"{node_id} may be used again", as_json=as_json)
     return 0
 
 

@@ -23,6 +23,17 @@ def emit_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+def say(value: Any, sentence: str, *, as_json: bool) -> None:
+    """What a command did: JSON for programs, or a sentence for people.
+
+    Args:
+        value: The document.
+        sentence: Printed as it stands: nothing in it is markup.
+        as_json: Print the document.
+    """
+    emit_json(value) if as_json else console.print(sentence, markup=False)
+
+
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
     """A table, or a sentence when there is nothing to show.
 

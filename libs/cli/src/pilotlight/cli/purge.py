@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pilotlight.cli.embedded import postgres_sockets
 from pilotlight.cli.home import MARKER, SHARED_MEMORY, Home
-from pilotlight.cli.output import console, emit_json
+from pilotlight.cli.output import console, emit_json, say
 from pilotlight.cli.running import stop_process
 from pilotlight.common.errors import PilotlightError, UnprocessableInput
 
@@ -46,14 +46,10 @@ def purge(home: Home, *, yes: bool, as_json: bool) -> int:
         DeadlineExceeded: the system did not stop.
     """
     if not home.root.exists():
-        emit_json({"purged": False}) if as_json else console.print(
-            f"there is no {home.root}", markup=False
-        )
+        say({"purged": False}, f"there is no {home.root}", as_json=as_json)
         return 0
     if not _anything(home):
-        emit_json({"purged": False}) if as_json else console.print(
-            f"there is nothing to remove in {home.root}", markup=False
-        )
+        say({"purged": False}, f"there is nothing to remove in {home.root}", as_json=as_json)
         return 0
     _check(home)
     if not yes and not _confirmed(home, as_json=as_json):

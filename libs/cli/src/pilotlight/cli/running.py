@@ -5,7 +5,7 @@ import select
 import signal
 
 from pilotlight.cli.home import Home, RunningSystem
-from pilotlight.cli.output import console, emit_json
+from pilotlight.cli.output import say
 from pilotlight.common.errors import DeadlineExceeded
 
 STOP_DEADLINE_S = 90.0
@@ -19,11 +19,9 @@ def stop_running(home: Home, *, as_json: bool) -> int:
     """
     pid = stop_process(home)
     if pid is None:
-        emit_json({"stopped": False}) if as_json else console.print(
-            f"no system runs on {home.root}", markup=False
-        )
+        say({"stopped": False}, f"no system runs on {home.root}", as_json=as_json)
     else:
-        emit_json({"stopped": True, "pid": pid}) if as_json else console.print("stopped")
+        say({"stopped": True, "pid": pid}, "stopped", as_json=as_json)
     return 0
 
 

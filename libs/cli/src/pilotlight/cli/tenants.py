@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pilotlight.cli.client import AdminClient
-from pilotlight.cli.output import console, emit_json, show_table
+from pilotlight.cli.output import console, emit_json, say, show_table
 
 
 def show_organizations(client: AdminClient, *, as_json: bool) -> int:
@@ -22,7 +22,7 @@ def show_organizations(client: AdminClient, *, as_json: bool) -> int:
 def make_organization(client: AdminClient, name: str, *, as_json: bool) -> int:
     """Make an organization."""
     made = client.post("/organizations", {"name": name})
-    emit_json(made) if as_json else console.print(f"organization {name} is made", markup=False)
+    say(made, f"organization {name} is made", as_json=as_json)
     return 0
 
 
@@ -52,7 +52,7 @@ def make_project(client: AdminClient, body: dict[str, Any], *, as_json: bool) ->
     """Make a project."""
     made = client.post("/projects", body)
     told = f"project {body['name']} is made"
-    emit_json(made) if as_json else console.print(told, markup=False)
+    say(made, told, as_json=as_json)
     return 0
 
 
@@ -69,7 +69,7 @@ def change_project(
     """
     changed = client.patch(f"/projects/{quote(name)}", scope)
     told = f"project {name}: models {_scope(changed['models'])}, routes {_scope(changed['routes'])}"
-    emit_json(changed) if as_json else console.print(told, markup=False)
+    say(changed, told, as_json=as_json)
     return 0
 
 
@@ -86,7 +86,7 @@ def limit_project(
     """
     changed = client.put(f"/projects/{quote(name)}/limits", limits)
     told = f"project {name}: {_limits(changed['limits'])}, weight {changed['weight']:g}"
-    emit_json(changed) if as_json else console.print(told, markup=False)
+    say(changed, told, as_json=as_json)
     return 0
 
 
@@ -103,7 +103,7 @@ def limit_key(
     """
     changed = client.put(f"/keys/{quote(key_id, safe='')}/limits", limits)
     told = f"{key_id}: {_limits(changed['limits'])}"
-    emit_json(changed) if as_json else console.print(told, markup=False)
+    say(changed, told, as_json=as_json)
     return 0
 
 
