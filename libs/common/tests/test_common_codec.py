@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from pilotlight.common.messages.codec import (
     encode_msgpack,
     frame,
     read_frame,
+    write_frame,
 )
 from pilotlight.common.messages.engine import (
     FromEngine,
@@ -152,3 +154,22 @@ def test_what_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 10)
     with pytest.raises(MessageTooLarge):
         frame(Text(text="x" * 20))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), "asyncio"])
+async def test_a_frame_to_a_connection_that_broke_is_an_os_error() -> None:
+    """As all that writers are ready for: uvloop has another one."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    write_frame(writer, StageUnloaded(instance_id=InstanceId("i")))
+    theirs.close()
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    writer.transport.abort()
+    for _ in range(3):
+        with pytest.raises(ConnectionResetError):
+            write_frame(writer, StageUnloaded(instance_id=InstanceId("i")))
+        await asyncio.sleep(0)
+    with contextlib.suppress(ConnectionResetError):
+        await writer.wait_closed()

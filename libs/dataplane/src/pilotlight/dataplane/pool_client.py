@@ -21,7 +21,7 @@ from pilotlight.common.errors import (
     SourceUnavailable,
     error_of,
 )
-from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.codec import read_frame, write_frame
 from pilotlight.common.messages.pool import (
     RETURN_S,
     FromLoader,
@@ -75,10 +75,13 @@ class ReportConnection:
         self._writer = writer
 
     def send(self, message: WorkerSaid | WorkerHere) -> bool:
-        """Send; False when the loader does not read, and nothing was sent."""
+        """Send; False when the loader does not read, or is gone, and nothing was sent."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             return False
-        self._writer.write(frame(message))
+        try:
+            write_frame(self._writer, message)
+        except ConnectionResetError:
+            return False
         return True
 
 
@@ -121,7 +124,7 @@ class PoolClient:
                 log.warning("no loader", action="loader_gone", error=error.message)
                 return
             try:
-                writer.write(frame(hello))
+                write_frame(writer, hello)
                 await within(CONNECT_S, writer.drain(), "greeting the loader")
                 self.connected.set()
                 if relay is None:
@@ -179,7 +182,7 @@ class PoolClient:
         while self.clock.monotonic_s() <= until_s:
             reader, writer = await self._connect()
             try:
-                writer.write(frame(request))
+                write_frame(writer, request)
                 answer = await within(
                     GRANT_S, read_frame(reader, FromLoader), "the grant of a lease"
                 )

@@ -6,13 +6,14 @@ as long as its own is.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from pilotlight.common.errors import BadRequest, PilotlightError
-from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.codec import read_frame, write_frame
 from pilotlight.common.messages.pool import (
     FromWorker,
     Hello,
@@ -174,9 +175,11 @@ class PoolServer:
         writer: asyncio.StreamWriter,
     ) -> None:
         def send(relayed: Relayed) -> None:
-            # A worker that does not read has stopped: it needs no word that it is heard.
+            # A worker that does not read has stopped, and one whose connection broke a moment ago
+            # is about to be told goodbye: neither needs a word that it is heard.
             if writer.transport.get_write_buffer_size() == 0:
-                writer.write(frame(relayed))
+                with suppress(ConnectionResetError):
+                    write_frame(writer, relayed)
 
         reports.opened(hello, send)
         try:
@@ -230,7 +233,7 @@ class PoolServer:
             await self._send(writer, part)
 
     async def _send(self, writer: asyncio.StreamWriter, message: object) -> None:
-        writer.write(frame(message))
+        write_frame(writer, message)
         await within(self._write_s, writer.drain(), "a worker's reading of a frame")
 
 

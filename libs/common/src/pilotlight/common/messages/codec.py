@@ -80,6 +80,19 @@ def frame(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def write_frame(writer: asyncio.StreamWriter, message: object) -> None:
+    """Hand a frame to a connection; it is sent when the peer reads.
+
+    Raises:
+        ConnectionResetError: it is closed. uvloop raises ``RuntimeError`` there, which would end
+            whoever writes; asyncio's own loop loses the frame without a word.
+    """
+    data = frame(message)
+    if writer.transport.is_closing():
+        raise ConnectionResetError("the connection is closed")
+    writer.write(data)
+
+
 async def read_frame(reader: asyncio.StreamReader, as_type: Any) -> Any:
     """Read one frame; None at a clean end of the stream.
 

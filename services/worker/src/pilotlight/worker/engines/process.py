@@ -13,7 +13,7 @@ import structlog
 from pilotlight.common.clock import Clock, SystemClock, moment_of
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import DeadlineExceeded, EngineFailed, PilotlightError
-from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.codec import read_frame, write_frame
 from pilotlight.common.messages.engine import (
     Abort,
     EngineFault,
@@ -259,7 +259,7 @@ class ProcessEngine:
 
     async def _ask_to_end(self, child: Child) -> None:
         try:
-            child.writer.write(frame(Timed(Shutdown())))
+            write_frame(child.writer, Timed(Shutdown()))
             await within(STOP_DEADLINE_S, child.process.wait(), "the engine's end")
         except (DeadlineExceeded, OSError):
             log.warning(
@@ -276,12 +276,11 @@ class ProcessEngine:
         child = self._child
         if child is None or self._up is None:
             raise EngineFailed("the engine is not running")
-        data = frame(Timed(command, sent or moment_of(self._clock)))
         try:
-            # Not before there is a frame: what is too large for one is never taken, and must not be
+            write_frame(child.writer, Timed(command, sent or moment_of(self._clock)))
+            # Not before it is a frame: what is too large for one is never taken, and must not be
             # waited for.
             self._sent += 1
-            child.writer.write(data)
             await within(
                 COMMAND_DEADLINE_S, child.writer.drain(), "handing a command to the engine"
             )

@@ -15,7 +15,7 @@ import structlog
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import EngineFailed, PilotlightError
-from pilotlight.common.messages.codec import frame, read_frame
+from pilotlight.common.messages.codec import read_frame, write_frame
 from pilotlight.common.messages.engine import EventFrame, Promote, SpareReady
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 from pilotlight.worker.engines.child_process import Child, ChildOptions, bury, kill_group, spawn
@@ -63,7 +63,7 @@ class Spare:
         if child is None:
             return None
         try:
-            child.writer.write(frame(Timed(Promote())))
+            write_frame(child.writer, Timed(Promote()))
             await within(PROMOTE_DEADLINE_S, child.writer.drain(), "promoting the spare engine")
         except (PilotlightError, OSError) as error:
             log.warning(
