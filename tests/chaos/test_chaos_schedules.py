@@ -12,11 +12,12 @@ import os
 import random
 import secrets
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -57,6 +58,9 @@ STREAM_DEADLINE_S = 20.0
 """For the first token of a schedule."""
 REQUEST_DEADLINE_S = HOLD_TIMEOUT_S + 20.0
 """For every request of a schedule to have ended: beyond the time that a request may be held."""
+SLOW_S = 45.0
+"""A schedule that takes longer stands still: what it waits for is written down, for the case that
+it fails."""
 EMPTY_DEADLINE_S = 90.0
 """For the system to have let go of everything: beyond the lease of a grant."""
 
@@ -221,7 +225,10 @@ async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tal
         asyncio.create_task(run(system, model_text, ask), name=ask.request_id) for ask in asks
     ]
     event = await befall(system, rng)
-    done, late = await asyncio.wait(running, timeout=REQUEST_DEADLINE_S)
+    done, late = await asyncio.wait(running, timeout=SLOW_S)
+    standing = [*system.standing(), *_recent_log()] if late else []
+    if late:
+        done, late = await asyncio.wait(running, timeout=REQUEST_DEADLINE_S - SLOW_S)
     system.schedule.calm()
     answered_s = clock.monotonic_s()
     for task in late:
@@ -252,6 +259,7 @@ async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tal
         del tally.failures[seed]
     else:
         problems.insert(0, f"{event}, {rates}")
+        problems += standing
 
 
 def judge(results: list[Result], tally: Tally, problems: list[str]) -> None:
@@ -306,12 +314,35 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
     return "asyncio", {"use_uvloop": True}
 
 
+RECENT = deque[Mapping[str, Any]](maxlen=2000)
+"""The last lines of the log of all systems, for schedules that stand still."""
+
+
+def _keep(_logger: object, _method: str, line: Mapping[str, Any]) -> Any:
+    RECENT.append(line)
+    raise structlog.DropEvent
+
+
+def _recent_log() -> list[str]:
+    """Of the system that asks."""
+    ours = structlog.contextvars.get_contextvars()
+    return [str(line) for line in RECENT if line.get("system") == ours.get("system")]
+
+
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Logs cost more than what is tested; of thousands of faults each has its line."""
+    """To print the log costs more than what is tested; of thousands of faults each has its line."""
     before = structlog.get_config()
+    RECENT.clear()
     if os.environ.get("PILOTLIGHT_CHAOS_LOG") != "all":
-        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+        structlog.configure(
+            processors=[
+                structlog.contextvars.merge_contextvars,
+                structlog.processors.TimeStamper(),
+                _keep,
+            ],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        )
     yield
     structlog.configure(**before)
 
