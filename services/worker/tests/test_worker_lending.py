@@ -124,6 +124,25 @@ async def test_a_request_that_is_larger_than_the_grant_is_taken_on_loan(make_rig
     assert again.code == "not_loaded", "there is room again when others have left"
 
 
+async def test_a_submit_that_is_repeated_while_it_waits_for_room_is_taken_once(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway asks again when no answer comes, and may not know that the first one arrived."""
+    monkeypatch.setattr(lending.Lending, "_is_settled", lambda *_: False)
+    monkeypatch.setattr(lending, "REACH_DEADLINE_S", 10.0)
+    rig = await make_rig(step_s=SLOW_S)
+    await rig.command(rig.a_hold(size=small(rig, 16)))
+    await rig.state(HeldState.READY)
+    await rig.lend(inst_1=LOAN)
+    await rig.loan(lambda one: one.loan.offered_bytes == LOAN)
+    answers = await asyncio.gather(*(rig.submit(max_tokens=60) for _ in range(3)))
+    assert [one.message for one in answers if not one.accepted] == []
+    last = await rig.finish_of()
+    assert last.finish is FinishReason.LENGTH
+    assert [token for entry in rig.of() for token in entry.token_ids] == rig.expected(0, 60)
+    assert rig.worker.core.table.in_flight(InstanceId("inst-1")) == 0
+
+
 async def test_an_engine_that_refuses_leaves_stages_as_they_are(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,9 @@ class Handlers:
                 raise NotLoaded(f"the engine of {self._core.worker_id} has ended")
             serving = self._stages.held.serving(submit.instance_id)
             await self._make_room(submit, serving)
+            if self._core.table.knows(key):
+                # A repetition that came while the first one waited for room.
+                return SubmitReply(accepted=True)
             superseded = self._core.table.accept(submit)
         except PilotlightError as error:
             self._core.metrics.refused.labels(code=error.code).inc()

@@ -12,6 +12,8 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator
 
+import structlog
+
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import BadRequest, EngineFailed, NotLoaded
@@ -57,6 +59,8 @@ from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
 from pilotlight.worker.engines.sim_tokens import SimTokens
 
+log = structlog.get_logger()
+
 MAX_BATCH = 64
 """Requests that advance in one step; the others wait."""
 MAX_EVENTS = 1024
@@ -97,7 +101,7 @@ class SimEngine:
 
     async def start(self) -> EngineUp:
         if self._turning is None:
-            self._turning = asyncio.create_task(self._turn_for_ever(), name="simulated engine")
+            self._turning = asyncio.create_task(self._live(), name="simulated engine")
         return EngineUp(
             pid=os.getpid(), device_name="sim", load_bytes_per_s=self._speed.load_bytes_per_s
         )
@@ -220,6 +224,8 @@ class SimEngine:
     async def run(self, command: Run) -> None:
         self._check()
         key = RequestKey(command.request_id, command.attempt)
+        if key in self._requests:
+            raise ValueError(f"request {key} is here already: a worker accepts it once")
         left_s = math.inf if command.deadline_in_s is None else command.deadline_in_s
         deadline_s = self._clock.monotonic_s() + left_s
         request = SimRequest(run=command, position=len(command.output_ids), deadline_s=deadline_s)
@@ -258,12 +264,25 @@ class SimEngine:
         if turning is None:
             return False
         await cancel_all((turning,))
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
         for instance_id in self._stages:
             self._phases.drop(instance_id)
         self._stages.clear()
         self._parts.clear()
         self._requests.clear()
-        return True
+
+    async def _live(self) -> None:
+        """Turn, and die as a process would of its own fault: its worker hears of it."""
+        try:
+            await self._turn_for_ever()
+        except Exception as error:
+            log.exception("a simulated engine failed", action="sim_engine_failed")
+            self._turning = None
+            self._forget()
+            await self._say(EngineDied(reason=repr(error), code=EngineFailed.code))
 
     async def _turn_for_ever(self) -> None:
         while True:
