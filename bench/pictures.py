@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pictures_cache import draw_drift, draw_mix, draw_paper
 from pictures_scheduler import draw_attainment, draw_burst
 
 Measurements = dict[str, dict[str, Any]]
@@ -304,53 +305,6 @@ def draw_peers(axes: Axes, results: Results) -> None:
     axes.set_title("Pilotlight beside its peers")
 
 
-CACHE_POLICIES = {
-    "pilotlight": ("Pilotlight", OURS, "o"),
-    "iam": ("IAM (mCache)", INK, "D"),
-    "gdsf": ("GDSF with cost", OTHERS, "s"),
-    "lfu": ("LFU", OTHERS, "^"),
-    "lru": ("LRU", REFERENCE, "v"),
-}
-
-
-def draw_cache_mix(axes: Axes, results: Results) -> None:
-    """Seconds of reloads for each request by the cache's size, beside true rates and the bound."""
-    shares = (5, 10, 16, 40)
-    found = [results["cache"][f"modern, cache of {share}%"] for share in shares]
-    for name, (label, color, marker) in CACHE_POLICIES.items():
-        means = [one["policies"][name]["mean"] for one in found]
-        axes.plot(range(len(shares)), means, color=color, marker=marker, label=label, linewidth=1.5)
-    known = [one["policies"]["true-rates"]["mean"] for one in found]
-    axes.plot(range(len(shares)), known, color=INK, linestyle="--", linewidth=1, label="true rates")
-    bound = [one["bound"] for one in found]
-    axes.plot(range(len(shares)), bound, color=INK, linestyle=":", linewidth=1, label="lower bound")
-    axes.set_xticks(range(len(shares)), [f"{share} %" for share in shares])
-    axes.set_xlabel("cache, of all models' bytes")
-    axes.set_ylabel("seconds of reloads for each request")
-    axes.set_ylim(bottom=0)
-    axes.set_title("500 models of 0.5 to 140 GB, 20,000 requests: less is better")
-    axes.legend(frameon=False, fontsize=9)
-
-
-def draw_cache_drift(axes: Axes, results: Results) -> None:
-    """Load time over the exact optimum by how long popularity stays, seven models."""
-    periods = ("120 s", "300 s", "600 s", "1200 s", None)
-    start = "periods of drift: seven models, large, quantile"
-    found = [
-        results["cache"][f"{start}{f', drift each {one}' if one else ''}, cache of 60%"]
-        for one in periods
-    ]
-    for name, (label, color, marker) in CACHE_POLICIES.items():
-        over = [one["policies"][name]["over_optimum"] for one in found]
-        axes.plot(range(len(periods)), over, color=color, marker=marker, label=label, linewidth=1.5)
-    axes.axhline(1, color=INK, linestyle="--", linewidth=1)
-    axes.set_xticks(range(len(periods)), [one or "never" for one in periods])
-    axes.set_xlabel("popularity changes each")
-    axes.set_ylabel("load time, of the exact optimum's")
-    axes.set_title("Seven models (mCache, quantile), a cache of 60 %: less is better")
-    axes.legend(frameon=False, fontsize=9)
-
-
 def by_name(document: dict[str, Any]) -> Measurements:
     """The measurements of one file, by what they are."""
     return {measured["what"]: measured for measured in document["measurements"]}
@@ -372,8 +326,12 @@ def main() -> None:
     results = {name: by_name(document) for name, document in documents.items()}
     save(partial(draw_peers, results=results), folder / "beside-peers.svg", (7.2, 5.4))
     save(partial(draw_first_token, results=results), folder / "first-token.svg", (7.2, 2.8))
-    save(partial(draw_cache_mix, results=results), folder / "cache-mix.svg")
-    save(partial(draw_cache_drift, results=results), folder / "cache-drift.svg")
+    for name, draw in {
+        "mix": draw_mix,
+        "drift": draw_drift,
+        "paper": draw_paper,
+    }.items():
+        save(partial(draw, measurements=results["cache"]), folder / f"cache-{name}.svg")
     for name, draw in {
         "aggregate": draw_aggregate,
         "chain": draw_chain,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.eviction.base import EvictionCandidate
+from pilotlight.policy.eviction.hysteresis import HysteresisRules
 from pilotlight.policy.eviction.iam import Iam, importance, utility
 from pilotlight.policy.eviction.iam_paper import REBUILT_PER_EVENT, REFRESH_S, IamPaper
 from pilotlight.policy.eviction.rates import DecayedRates, EwmaRates, Rates, WindowRates
@@ -128,8 +129,10 @@ def test_victims_agree_with_utilities_after_any_events(
     events: list[tuple[str, int, float, int]],
 ) -> None:
     """The heap's lazy entries agree with a plain sort once every resident has had its turn."""
-    policy, rates = Iam(), DecayedRates()
+    policy, rates, rules = Iam(), DecayedRates(), HysteresisRules()
     resident: dict[str, EvictionCandidate] = {}
+    gone_s: dict[str, float] = {}
+    came_back_s: dict[str, list[float]] = {}
     last_s: dict[str, float] = {}
     now_s = 0.0
     for kind, number, step_s, size in events:
@@ -140,10 +143,16 @@ def test_victims_agree_with_utilities_after_any_events(
             rates.on_access(access(name, now_s))
             last_s[name] = now_s
         elif kind == "insert":
+            if now_s - gone_s.pop(name, -math.inf) <= rules.soon_s:
+                came_back_s.setdefault(name, []).append(now_s)
             resident[name] = copy(name, size_bytes=size, penalty_s=float(size % 7), now_s=now_s)
             policy.on_insert(resident[name], now_s)
         else:
-            resident.pop(name, None)
+            gone = resident.pop(name, None)
+            if gone is not None:
+                gone_s.pop(name, None)
+            if gone is not None and last_s.get(name, -math.inf) <= gone.resident_since_s:
+                gone_s[name] = now_s
             policy.on_evict(name, now_s)
     for _ in range(12):  # Every resident has its turn, now.
         policy.on_access(access("other", now_s))
@@ -154,7 +163,11 @@ def test_victims_agree_with_utilities_after_any_events(
         rate = rates.rate_per_s(one.model, now_s)
         if now_s > since_s:
             rate = min(rate, 1.0 / (now_s - since_s))
-        return utility(one, rate), since_s, one.subject
+        ages_s = (now_s - at_s for at_s in came_back_s.get(one.model, ()))
+        count = sum(2 ** (-age_s / rules.half_life_s) for age_s in ages_s)
+        settled = 1.0 - math.exp((one.resident_since_s - now_s) / rules.settled_s)
+        stays = 1.0 + rules.margin * (1.0 - 1.0 / max(1.0, count)) * settled
+        return utility(one, rate) * stays, since_s, one.subject
 
     wanted = sorted(resident.values(), key=worth)
     assert order(policy, now_s) == [one.subject for one in wanted]

@@ -188,6 +188,7 @@ def test_a_trace_and_a_catalogue_are_read() -> None:
         (["model,size_bytes,load_s", "a,x,1"], [], "'x' is not a number"),
         (["model,size_bytes,load_s", "a,nan,1"], [], "not a finite number"),
         (["model,size_bytes,load_s", "a,1"], [], "line 2: 3 columns"),
+        (["model,size_bytes,load_s", "a,1,1", "a,2,1"], [], "line 3: a is there already"),
         (["model,size_bytes,load_s", "a,1,1"], ["time_s,model"], "trace is empty"),
         (["model,size_bytes,load_s", "a,1,1"], ["time_s,model", "1,z"], "z is not in"),
     ],

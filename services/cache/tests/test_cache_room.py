@@ -25,9 +25,11 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.errors import HostPoolFull, NoRoom, NoWorker
+from pilotlight.common.messages.events import Event, event_subject
 from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released
 from pilotlight.common.service import Application
 from pilotlight.common.testing import MakeContext, until
+from pilotlight.policy.eviction.thrash import ThrashRules
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.testing import copy, model, node
 
@@ -173,6 +175,31 @@ async def test_a_pin_counts_from_its_answer_on(
         assert (await reserve(bus, "new", 500)).evicted_instances == ("kept",)
     finally:
         change(module_database, delete(tables.models))
+
+
+async def test_models_that_are_loaded_again_and_again_become_an_event_with_advice(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
+    told: list[Event] = []
+
+    async def hear(event: Event) -> None:
+        told.append(event)
+
+    await bus.subscribe(event_subject("cache", "thrash"), Event, hear)
+    idle = replace(stage("again", 900), idle_s=60.0)
+    await heard(bus, peers, idle)
+    for _ in range(ThrashRules().reloads):
+        assert told == []
+        granted = await reserve(bus, "other", 500)
+        assert granted.evicted_instances == ("again",)
+        await bus.request(
+            RELEASE_SUBJECT, Release(grant_id=granted.grant_id), Released, deadline_s=DEADLINE_S
+        )
+        await heard(bus, peers)
+        await heard(bus, peers, idle)
+    await until(lambda: told)
+    assert [(one.entity, one.data["models"]) for one in told] == [("again", ["again"])]
+    assert "a pin on those that must not wait" in told[0].data["advice"]
 
 
 async def test_drops_copies_from_the_host_pool(cache: Application, bus: Bus, peers: Peers) -> None:

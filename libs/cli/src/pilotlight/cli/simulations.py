@@ -77,7 +77,7 @@ def _record(result: CacheResult, workload: Workload, capacity_bytes: int) -> dic
 def _policies(compare: str | None) -> list[str]:
     if compare is None:
         return list(POLICIES)
-    names = [name.strip() for name in compare.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in compare.split(",") if name.strip()))
     unknown = [name for name in names if name not in POLICIES]
     if unknown or not names:
         raise UnprocessableInput(

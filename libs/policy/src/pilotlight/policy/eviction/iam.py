@@ -2,7 +2,8 @@
 
 What differs from the paper: the heap is keyed by utility, which orders as the rank does when both
 are of the same moment, and entries are renewed lazily; a model that was not asked for lately has a
-prior; the expected time to the next request is never below the time since the last one.
+prior; the expected time to the next request is never below the time since the last one; what comes
+back again and again has a margin (``hysteresis``).
 """
 
 import math
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.heap import Priority
+from pilotlight.policy.eviction.hysteresis import Hysteresis
 from pilotlight.policy.eviction.rates import DecayedRates, Rates
 from pilotlight.policy.eviction.scored import ScoredPolicy
 
@@ -44,19 +46,44 @@ class Iam(ScoredPolicy):
 
     renewed_per_access = 2
 
-    def __init__(self, rates: Rates | None = None, name: str = "iam") -> None:
-        """``rates``: how 1/T is estimated; decayed counts with a prior by default."""
+    def __init__(
+        self,
+        rates: Rates | None = None,
+        name: str = "iam",
+        hysteresis: Hysteresis | None = None,
+    ) -> None:
+        """Without copies.
+
+        Args:
+            rates: How 1/T is estimated; decayed counts with a prior by default.
+            name: As settings call it.
+            hysteresis: What a copy counts for more by having stayed.
+        """
         super().__init__()
         self.name = name
         self._rates = DecayedRates() if rates is None else rates
+        self._hysteresis = Hysteresis() if hysteresis is None else hysteresis
 
     def note(self, access: Access) -> None:
         super().note(access)
         self._rates.on_access(access)
+
+    def on_insert(self, candidate: EvictionCandidate, now_s: float) -> None:
+        if candidate.subject not in self._resident:
+            self._hysteresis.came(candidate.model, now_s)
+        super().on_insert(candidate, now_s)
+
+    def on_evict(self, subject: str, now_s: float) -> None:
+        candidate = self._resident.get(subject)
+        super().on_evict(subject, now_s)
+        if candidate is not None and candidate.model not in self._by_model:
+            used = self.last_s(candidate) > candidate.resident_since_s
+            self._hysteresis.gone(candidate.model, now_s, used=used)
 
     def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> Priority:
         rate_per_s = self._rates.rate_per_s(candidate.model, now_s)
         idle_s = now_s - last_s
         if idle_s > 0.0:
             rate_per_s = min(rate_per_s, 1.0 / idle_s)
-        return utility(candidate, rate_per_s), last_s
+        stays = self._hysteresis.factor(candidate.model, candidate.resident_since_s, now_s)
+        return utility(candidate, rate_per_s) * stays, last_s

@@ -18,13 +18,13 @@ from pilotlight.policy.eviction.base import (
     Sized,
     plan_resident,
 )
-from pilotlight.policy.eviction.choice import make_policy
+from pilotlight.policy.eviction.choice import POLICIES, make_policy
 from pilotlight.policy.ids import ModelName
 
 SAMPLED = 128
 """Models that shadows follow at most, about."""
 QUIET_S = 1.0
-RIVALS = ("lru", "lfu", "gdsf", "lhd", "s3-fifo", "arc", "iam", "pilotlight")
+RIVALS = tuple(POLICIES)
 _BUCKETS = 1 << 16
 _RULES = EvictionRules(min_residency_s=0.0)
 
@@ -71,6 +71,9 @@ class Shadow:
         others hit what it brings.
         """
         self._policy.on_access(access)
+        for subject in self._policy.expired(access.at_s):
+            if subject != candidate.subject:
+                self._drop(subject, access.at_s)
         self.count.requests += access.count
         if candidate.subject in self._resident:
             self.count.hits += access.count
@@ -87,12 +90,15 @@ class Shadow:
         )
         plan = plan_resident(self._policy, request, self._resident, _RULES)
         for victim in plan.victims:
-            self._used_bytes -= self._resident.pop(victim.subject).size_bytes
-            self._policy.on_evict(victim.subject, access.at_s)
+            self._drop(victim.subject, access.at_s)
         if plan.enough:
             self._resident[candidate.subject] = candidate
             self._used_bytes += candidate.size_bytes
             self._policy.on_insert(candidate, access.at_s)
+
+    def _drop(self, subject: str, now_s: float) -> None:
+        self._used_bytes -= self._resident.pop(subject).size_bytes
+        self._policy.on_evict(subject, now_s)
 
 
 class Shadows:

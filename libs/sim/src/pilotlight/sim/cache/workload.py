@@ -49,13 +49,19 @@ class BadWorkload(ValueError):
 
 
 def read_catalogue(lines: Iterable[str]) -> dict[ModelName, CatalogueEntry]:
-    """A catalogue of CSV with the columns model, size_bytes, load_s. BadWorkload if it is not."""
+    """A catalogue of CSV with the columns model, size_bytes, load_s.
+
+    Raises:
+        BadWorkload: it is no such CSV, is empty, or names a model twice.
+    """
     entries: dict[ModelName, CatalogueEntry] = {}
     for number, row in _rows(lines, ("model", "size_bytes", "load_s"), "catalogue"):
         size_bytes, load_s = int(_number(row[1], number)), _number(row[2], number)
         if size_bytes <= 0 or load_s < 0.0:
             raise BadWorkload(f"catalogue, line {number}: a size above 0 and a time are needed")
         name = ModelName(row[0])
+        if name in entries:
+            raise BadWorkload(f"catalogue, line {number}: {name} is there already")
         entries[name] = CatalogueEntry(model=name, size_bytes=size_bytes, load_s=load_s)
     if not entries:
         raise BadWorkload("the catalogue is empty")
