@@ -149,7 +149,7 @@ def test_lives_of_stages_that_load(driver, checkpoint, data):
     moves: list[tuple[str, int, int]] = [("part", *one) for one in parts_of(model, stages)]
     moves += [("add", index, 0) for index in range(len(PROMPTS))]
     moves += [("abort", index, 0) for index in data.draw(st.sets(st.integers(0, 3), max_size=2))]
-    missing = {index: 0 for index in range(stages)}
+    missing = dict.fromkeys(range(stages), 0)
     for index, _ in parts_of(model, stages):
         missing[index] += 1
     vouched, aborted = set[int](), set[str]()
