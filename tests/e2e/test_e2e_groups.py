@@ -23,6 +23,8 @@ LINK = "40mbit"
 SLO_MS = 2_400.0
 """Enough for two nodes, and not for one."""
 TOKENS = 100
+DEVICE_BYTES = 37 << 20
+"""Room for the demo model with its KV, and for no other beside it."""
 NEXT_S = 1.0
 """From the end of a group to the first token of another model on a worker that it let go."""
 
@@ -35,7 +37,7 @@ def system() -> Iterator[RunningSystem]:
             "PILOTLIGHT_MAX_STAGES": "2",
             "PILOTLIGHT_THREADS": "1",
             "PILOTLIGHT_POOL_BYTES": str(64 << 20),
-            "PILOTLIGHT_DEVICE_BYTES": str(512 << 20),
+            "PILOTLIGHT_DEVICE_BYTES": str(DEVICE_BYTES),
             # The stream lasts for as long as a stage takes to grow, on whatever machine.
             "PILOTLIGHT_FAULTS": "step=0.03",
         }
@@ -154,7 +156,7 @@ def test_two_nodes_bring_a_model_and_one_goes_on_with_it(system: RunningSystem, 
 
 
 def test_a_released_worker_serves_another_model_within_a_second(system: RunningSystem) -> None:
-    """Of the other model little has to come over the link; its start goes where nothing runs."""
+    """Of the other model little has to come over the link, and the lead has no room for it."""
     clock = SystemClock()
     added_cold(system, "ends")
     added(system, "next", write_tiny(system.home / "models" / "next"), slo_ms=60_000.0)
