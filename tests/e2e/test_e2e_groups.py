@@ -161,13 +161,14 @@ def test_a_released_worker_serves_another_model_within_a_second(system: RunningS
     added_cold(system, "ends")
     added(system, "next", write_tiny(system.home / "models" / "next"), slo_ms=60_000.0)
     with ThreadPoolExecutor(1) as client:
-        answer = client.submit(said, system, "ends")
+        answer = client.submit(said, system, "ends", tokens=3 * TOKENS)
         stages = eventually(lambda: group(system, "ends", "consolidating"))["placements"]
         lasted_s = clock.monotonic_s()
         while group(system, "ends", "consolidating"):
             lasted_s = clock.monotonic_s()
         said(system, "next", tokens=1)
         took_s = clock.monotonic_s() - lasted_s
+        assert not answer.done(), "the lead is in use"
         answer.result()
     (serving,) = instances(system, "next")
     assert [one["worker_id"] for one in serving["placements"]] == [stages[1]["worker_id"]]
