@@ -23,7 +23,7 @@ LINK = "40mbit"
 SLO_MS = 2_400.0
 """Enough for two nodes, and not for one."""
 TOKENS = 100
-DEVICE_BYTES = 37 << 20
+DEVICE_BYTES = 35 << 20
 """Room for the demo model with its KV, and for no other beside it."""
 NEXT_S = 1.0
 """From the end of a group to the first token of another model on a worker that it let go."""
@@ -150,6 +150,11 @@ def test_two_nodes_bring_a_model_and_one_goes_on_with_it(system: RunningSystem, 
         if phase["name"] in ("fetch", "load")
     }
     assert lanes == {(lane, by) for lane in ranges for by in ("loader", "worker")}
+    submitted, fetched = (
+        [phase["end_s"] for phase in start["phases"] if phase["name"] == name]
+        for name in ("submit", "fetch")
+    )
+    assert min(submitted) < max(fetched), "the prompt is there while parts still come"
     kinds = {one["kind"] for one in decisions if one["instance_id"] == whole["instance_id"]}
     assert kinds == {"cold_start", "consolidation"}
     system.cli("model", "rm", "shared")
