@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, copied, eventually, running
+from tiny_checkpoint import write_tiny
+
+from pilotlight.common.clock import SystemClock
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -20,6 +23,10 @@ LINK = "40mbit"
 SLO_MS = 2_400.0
 """Enough for two nodes, and not for one."""
 TOKENS = 100
+DEVICE_BYTES = 35 << 20
+"""Room for the demo model with its KV, and for no other beside it."""
+NEXT_S = 1.0
+"""From the end of a group to the first token of another model on a worker that it let go."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,7 @@ def system() -> Iterator[RunningSystem]:
             "PILOTLIGHT_MAX_STAGES": "2",
             "PILOTLIGHT_THREADS": "1",
             "PILOTLIGHT_POOL_BYTES": str(64 << 20),
-            "PILOTLIGHT_DEVICE_BYTES": str(512 << 20),
+            "PILOTLIGHT_DEVICE_BYTES": str(DEVICE_BYTES),
             # The stream lasts for as long as a stage takes to grow, on whatever machine.
             "PILOTLIGHT_FAULTS": "step=0.03",
         }
@@ -143,9 +150,36 @@ def test_two_nodes_bring_a_model_and_one_goes_on_with_it(system: RunningSystem, 
         if phase["name"] in ("fetch", "load")
     }
     assert lanes == {(lane, by) for lane in ranges for by in ("loader", "worker")}
+    submitted, fetched = (
+        [phase["end_s"] for phase in start["phases"] if phase["name"] == name]
+        for name in ("submit", "fetch")
+    )
+    assert min(submitted) < max(fetched), "the prompt is there while parts still come"
     kinds = {one["kind"] for one in decisions if one["instance_id"] == whole["instance_id"]}
     assert kinds == {"cold_start", "consolidation"}
     system.cli("model", "rm", "shared")
+
+
+def test_a_released_worker_serves_another_model_within_a_second(system: RunningSystem) -> None:
+    """Of the other model little has to come over the link, and the lead has no room for it."""
+    clock = SystemClock()
+    added_cold(system, "ends")
+    added(system, "next", write_tiny(system.home / "models" / "next"), slo_ms=60_000.0)
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(said, system, "ends", tokens=3 * TOKENS)
+        stages = eventually(lambda: group(system, "ends", "consolidating"))["placements"]
+        lasted_s = clock.monotonic_s()
+        while group(system, "ends", "consolidating"):
+            lasted_s = clock.monotonic_s()
+        said(system, "next", tokens=1)
+        took_s = clock.monotonic_s() - lasted_s
+        assert not answer.done(), "the lead is in use"
+        answer.result()
+    (serving,) = instances(system, "next")
+    assert [one["worker_id"] for one in serving["placements"]] == [stages[1]["worker_id"]]
+    assert took_s < NEXT_S
+    for model in ("next", "ends"):
+        system.cli("model", "rm", model)
 
 
 @pytest.mark.parametrize("at", [-1, 0], ids=["last", "lead"])

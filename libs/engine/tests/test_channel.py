@@ -101,9 +101,11 @@ def test_a_receiver_waits_no_longer_than_told(ends):
 
 def test_what_was_sent_before_the_end_is_received_and_then_the_loss(ends):
     one, other = ends
+    assert not other.lost
     one.send(frame(b"last"), 1)
     one.close()
     one.close()
+    assert other.lost, "it is known before the last frame is taken"
     assert other.receive(1).header == b"last"
     assert other.readable
     for _ in range(2):

@@ -226,7 +226,7 @@ def test_stages_that_are_no_model_do_not_become_one(stages, checkpoint, driver):
     assert "layer" in pipeline.lost[0].message or "hung up" in pipeline.lost[0].message
 
 
-def test_only_a_ready_stage_of_several_is_connected(checkpoint, driver):
+def test_only_a_stage_of_several_is_connected_and_once(checkpoint, driver):
     runs, model = driver(), checkpoint("llama")
     one, other = memory_channel(monotonic)
     with pytest.raises(UnknownInstance):
@@ -235,8 +235,9 @@ def test_only_a_ready_stage_of_several_is_connected(checkpoint, driver):
     with pytest.raises(BadRequest, match="whole model"):
         runs.engine.connect(INSTANCE, one, other)
     runs.engine.begin_load(InstanceId("half"), model.spec, Stage(0, 2), Dtype.FLOAT64, 1 << 22)
-    with pytest.raises(UnknownInstance, match="still loading"):
-        runs.engine.connect(InstanceId("half"), one, other)
+    runs.engine.connect(InstanceId("half"), one, other)
+    with pytest.raises(BadRequest, match="in a pipeline already"):
+        runs.engine.connect(InstanceId("half"), *memory_channel(monotonic))
 
 
 def test_a_stage_that_hangs_is_lost(checkpoint, driver, prompts, monkeypatch):

@@ -8,6 +8,7 @@ import httpx2
 from chaos.clients import ASKS, ended, until
 from chaos.processes import Found, Target
 from chaos.system import ChaosSystem
+from pilotlight.engine.device.arena import ARENA_ADDRESS, NUM_SLOTS, SLOT_BYTES
 
 NODES = 3
 STAGES = 3
@@ -56,6 +57,7 @@ class GroupSystem(ChaosSystem):
             self.references[one.ask.reference] = one.answer
         (alone,) = await self.instances(name)
         assert len(alone["placements"]) == 1, alone
+        assert self.memory_of_models(), "memory of a model that is served is seen"
         await self.forget(name)
         await until(self.untidy, TIDY_DEADLINE_S, "the system before the first schedule")
         self.census = self.processes.census()
@@ -82,6 +84,15 @@ class GroupSystem(ChaosSystem):
         has_one = any(one.parent == worker.pid for one in self.processes.of(Target.ENGINE))
         return self.processes.engine_of(worker) if has_one else None
 
+    def memory_of_models(self) -> dict[int, int]:
+        """Bytes that engines have behind places of models, by process, as the system counts."""
+        stop = ARENA_ADDRESS + NUM_SLOTS * SLOT_BYTES
+        found = {
+            one.pid: one.backed_bytes(ARENA_ADDRESS, stop)
+            for one in self.processes.of(Target.ENGINE)
+        }
+        return {pid: size_bytes for pid, size_bytes in found.items() if size_bytes}
+
     async def untidy(self) -> str | None:
         """What is not as in a system that holds no model; None: nothing."""
         try:
@@ -98,6 +109,8 @@ class GroupSystem(ChaosSystem):
             return f"instances are left: {left}"
         if grants := await self.query("SELECT instance_id, worker_id FROM cache.grants"):
             return f"room is granted: {grants}"
+        if kept := self.memory_of_models():
+            return f"engines have memory of models: {kept}"
         alive = [one for one in nodes if one["liveness"] == "alive"]
         if len(alive) != NODES:
             return f"{len(alive)} nodes are up"

@@ -64,10 +64,23 @@ class Found:
         return dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if b"=" in pair)
 
     def maps(self, what: str) -> bool:
+        return what in self._maps()
+
+    def backed_bytes(self, start: int, stop: int) -> int:
+        """Memory that may be read and written between two addresses, as the system says."""
+        found = 0
+        for line in self._maps().splitlines():
+            addresses, rights = line.split()[:2]
+            first, end = (int(one, 16) for one in addresses.split("-"))
+            if rights.startswith("rw"):
+                found += max(0, min(end, stop) - max(first, start))
+        return found
+
+    def _maps(self) -> str:
         try:
-            return what in Path(f"/proc/{self.pid}/maps").read_text()
+            return Path(f"/proc/{self.pid}/maps").read_text()
         except OSError:
-            return False
+            return ""
 
 
 class Processes:

@@ -87,9 +87,7 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """When, on the engine's clock, there is work though nothing happens: the next deadline of
-        those that wait for parts.
-        """
+        """When there is work though nothing happens: the next deadline of what waits for parts."""
         return self._stages.due_s
 
     @property
@@ -104,7 +102,7 @@ class Engine:
 
     @property
     def steps_bytes(self) -> int:
-        """What of it captured steps read and write; no share of what stages are granted or lent."""
+        """What of it captured steps read and write; no share of what stages have."""
         return sum(stage.memory.steps_bytes for stage in self._stages.values())
 
     def close(self) -> None:
@@ -176,9 +174,7 @@ class Engine:
         return placed
 
     def unload(self, instance_id: InstanceId) -> None:
-        """Frees a stage, and all of its memory.
-
-        An instance that is not held is as free as it can be.
+        """Frees a stage, and all of its memory; nothing, if it is not held.
 
         Raises:
             StageBusy: requests are in flight on it. Nothing has changed.
@@ -247,23 +243,32 @@ class Engine:
         resident = self._stages.get(instance_id)
         return resident is not None and extension.call_off(resident)
 
-    def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None:
-        """Makes a stage one of a pipeline.
-
-        The stage that begins the model leads, as soon as all have answered.
+    def connect(
+        self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True
+    ) -> None:
+        """Makes a stage one of a pipeline. The one that begins the model leads, when all have
+        answered.
 
         Args:
-            instance_id: the stage; every part is in place.
-            before: from the stage before; for the first stage, from the last. The stage owns both
+            instance_id: the stage; parts may be missing.
+            before: from the stage before, of the first stage from the last. The stage owns both
                 channels from now on.
             behind: to the next stage; for the last stage, to the first.
+            vouched: its parts are in place, and were whole; else ``vouch`` says so later.
 
         Raises:
-            UnknownInstance: it is not held, or still loading.
+            UnknownInstance: it is not held.
             BadRequest: it is a whole model, or in a pipeline already.
             PeerLost: the next stage is gone already.
         """
-        enter(self._stages.held(instance_id), before, behind, self._monotonic_s())
+        resident = self._stages.held(instance_id)
+        resident.vouched |= vouched
+        enter(resident, before, behind, self._monotonic_s())
+
+    def vouch(self, instance_id: InstanceId) -> None:
+        """The stage's parts were whole when they were copied: what it computes may leave."""
+        if (resident := self._stages.get(instance_id)) is not None:
+            resident.vouched = True
 
     def serves(self, instance_id: InstanceId) -> bool:
         """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of
@@ -350,12 +355,7 @@ class Engine:
     def export_kv(
         self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
     ) -> tuple[KvPiece, ...]:
-        """As ``kv_moves.export``, of the instance of a name.
-
-        Raises:
-            UnknownInstance: it is not held.
-            BadRequest: the layers are not all the stage's.
-        """
+        """As ``kv_moves.export``, of an instance that is held; ``UnknownInstance`` if not."""
         return export(self._stages.held(instance_id), keys, layers, since)
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
@@ -372,9 +372,7 @@ class Engine:
         return released(request)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when another stage may have sent something, or after the time; at once if there
-        is work.
-        """
+        """Returns when there is work, or may be from another stage, or after the time."""
         if not self.has_work:
             wait_for_any(self.channels, timeout_s)
 

@@ -22,7 +22,11 @@ class HeldStages(dict[InstanceId, ResidentStage]):
     @property
     def due_s(self) -> float | None:
         """The next deadline of requests that wait for parts."""
-        loading = (stage for stage in self.values() if not stage.complete)
+        loading = (
+            stage
+            for stage in self.values()
+            if not stage.complete or (stage.pipeline is not None and stage.pipeline.waits)
+        )
         deadlines_s = (
             request.deadline_s for stage in loading for request in stage.scheduler.requests
         )

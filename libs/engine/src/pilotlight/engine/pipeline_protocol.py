@@ -44,6 +44,11 @@ class Pipeline(Protocol):
         ...
 
     @property
+    def waits(self) -> bool:
+        """Its requests wait for parts of other stages: a step does nothing for them."""
+        ...
+
+    @property
     def leads(self) -> bool:
         """All stages are connected, and this one takes the requests."""
         ...

@@ -99,6 +99,8 @@ class ResidentStage:
         self.target_bytes = 0
         self.dtype = dtype
         self.pipeline: Pipeline | None = None
+        self.vouched = False
+        """Its parts were whole when they were copied (``Engine.vouch``)."""
         self.room = divide(arena, decoder, stage, dtype, device_bytes)
         num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
@@ -147,7 +149,7 @@ class ResidentStage:
         if not self.scheduler.has_work:
             return False
         batch = self._going()
-        return self._reach > (batch.next_layer if batch is not None else 0)
+        return self.reach > (batch.next_layer if batch is not None else 0)
 
     @property
     def in_flight(self) -> int:
@@ -224,7 +226,7 @@ class ResidentStage:
                 wait_for_late(self.scheduler.requests)
                 return StageStep(plan=plan)
             batch = _UnderWay(plan, torch.tensor(plan.token_ids), 0)
-        plan, reach = batch.plan, self._reach
+        plan, reach = batch.plan, self.reach
         outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
         if reach < self.spec.num_layers:
             self._under_way = _UnderWay(plan, outputs, reach)
@@ -288,15 +290,16 @@ class ResidentStage:
         return self.hand_out(finished.plan, finished.requests, finished.sampled, monotonic_s())
 
     @property
-    def _reach(self) -> int:
-        """Layers [0, here) of a whole model can run.
-
-        The last one runs with the head, and so waits for it, too.
+    def reach(self) -> int:
+        """Its layers before this one can run; a model's last runs with the head, and waits for it,
+        too.
         """
-        if self.complete:
-            return self.spec.num_layers
-        missing = next(part for part in self.parameters.parts if part not in self.parameters)
-        return max(0, min(missing, self.spec.num_layers) - 1)
+        layers = () if self.complete else range(self.stage.start, self.stage.stop)
+        parts = ((layer, self.spec.parts_of(Stage(layer, layer + 1))) for layer in layers)
+        waiting = (
+            layer for layer, need in parts if any(one not in self.parameters for one in need)
+        )
+        return next(waiting, self.stage.stop)
 
     def _going(self) -> _UnderWay | None:
         """The batch under way, unless all of its requests have ended."""
@@ -307,10 +310,7 @@ class ResidentStage:
         return batch if alive else None
 
     def forget_batch(self) -> None:
-        """Drops the batch under way: blocks that it has may move, or go to others.
-
-        Nothing of it is booked, so its requests run again from where they were.
-        """
+        """Drops the batch under way, of which nothing is booked: its blocks may move."""
         self._under_way = None
 
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import structlog
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import StageRefused
 from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor, PipelineLeft, StageAddress
-from pilotlight.policy.cluster import Member
+from pilotlight.policy.cluster import HeldState, Member
 from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held
@@ -44,9 +44,17 @@ class Groups:
         self._asked_door = False
         self._joined: set[InstanceId] = set()
         """Asked for, or done."""
+        self._begun: set[InstanceId] = set()
+        """The engine knows of these, though parts of them may still come."""
+
+    def on_begun(self, instance_id: InstanceId) -> None:
+        """The engine makes room for a stage: it can be joined from now on."""
+        self._begun.add(instance_id)
 
     def follow(self, stages: Iterable[Held]) -> None:
         """Do what can be done now for the stages that are held."""
+        stages = list(stages)
+        self._begun.intersection_update(held.hold.instance_id for held in stages)
         stages = [held for held in stages if len(held.hold.members) > 1]
         self._joined.intersection_update(held.hold.instance_id for held in stages)
         if not stages or not self._core.engine.alive or self._secrets_dir is None:
@@ -58,7 +66,8 @@ class Groups:
             )
             self._core.background.spawn("open the door of stages", self._open(command))
         for held in stages:
-            if held.idle and held.hold.instance_id not in self._joined:
+            loads = held.state is HeldState.LOADING and held.hold.instance_id in self._begun
+            if (held.idle or loads) and held.hold.instance_id not in self._joined:
                 self._join(held)
 
     def on_door(self, port: int) -> None:
@@ -85,6 +94,7 @@ class Groups:
         if instances is None or not self._core.engine.alive:
             self.port, self._asked_door = 0, False
         self._joined = set() if instances is None else self._joined - instances
+        self._begun = set() if instances is None else self._begun - instances
 
     def _join(self, held: Held) -> None:
         members = held.hold.members
@@ -101,6 +111,7 @@ class Groups:
             stage=held.hold.stage,
             behind=_address_of(behind),
             timeout_s=CONNECT_TIMEOUT_S,
+            proven=held.idle,
         )
         self._joined.add(held.hold.instance_id)
         self._core.background.spawn(f"join {held.hold.instance_id}", self._connect(command))

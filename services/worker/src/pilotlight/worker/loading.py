@@ -12,7 +12,12 @@ from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
 from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
 from pilotlight.common.messages.hold import Hold
-from pilotlight.common.messages.pipelines import CallOffExtend, ExtendStage, StageGrown
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ExtendStage,
+    StageGrown,
+    VouchStage,
+)
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within
@@ -99,6 +104,8 @@ class StageLoader:
         self._source = source
         self._artifacts = artifacts
         self._pool_path = str(pool_path) if pool_path is not None else ""
+        self.begun: Callable[[InstanceId], None] = lambda _: None
+        """Called when the engine has been told of a stage, of which parts follow."""
 
     def pool_epoch(self) -> Epoch:
         """The highest epoch in the host pool's header: what the node's loader has seen.
@@ -143,7 +150,12 @@ class StageLoader:
                 async with lease:
                     await made_room()
                     await self._begin(hold, lease, asked_s, await finding)
-                    return await self._fed(hold, lease, loaded)
+                    self.begun(hold.instance_id)
+                    result = await self._fed(hold, lease, loaded)
+                    if hold.stage != hold.model.spec.whole:
+                        vouch = VouchStage(instance_id=hold.instance_id)
+                        await self._core.engine.vouch_stage(vouch)
+                    return result
             finally:
                 await cancel_all((finding,))
 

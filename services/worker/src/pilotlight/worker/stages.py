@@ -202,10 +202,8 @@ class Stages:
             held.joined = True
 
     def on_pipeline_left(self, event: PipelineLeft) -> None:
-        """A stage is in no pipeline any more, and serves nothing until it is joined again
-        (``Groups``).
-
-        One that is to have the whole model goes on alone: it serves.
+        """A stage is in no pipeline any more, and serves nothing until it is joined again; one that
+        is to have the whole model goes on alone.
         """
         held = self.held.get(event.instance_id)
         if held is None:
@@ -363,6 +361,8 @@ class Stages:
             self.held.move(held, HeldEvent.LET_GO)
             return True
         loading, unsure = held.loading, held.growing is None or held.unproven
+        # What lacks parts is of no use to its pipeline: that ends with it.
+        held.joined = held.joined and held.state is not HeldState.LOADING
         self.held.move(held, HeldEvent.LET_GO)
         if loading is not None:
             loading.cancel()

@@ -89,6 +89,7 @@ class Worker:
         self.core = core
         self.artifacts = artifacts
         self._groups = groups or Groups(core, "", None)
+        loader.begun = self._on_begun
         self._watch = watch
         self.stages = Stages(
             core,
@@ -310,6 +311,11 @@ class Worker:
             self.stages.lending.press()
         if self._delivery.take(step.produced, sampled, self.stages.unproven):
             self.stages.on_requests_ended()
+
+    def _on_begun(self, instance_id: InstanceId) -> None:
+        """The stages of a group are joined while their parts come."""
+        self._groups.on_begun(instance_id)
+        self._groups.follow(self.stages.held)
 
     def _on_settled(self, instance_id: InstanceId, error: PilotlightError | None) -> None:
         """A load has ended: its tokens may leave, or its requests have to go on elsewhere."""

@@ -13,6 +13,7 @@ from pilotlight.common.messages.pipelines import (
     PipelineLeft,
     StageConnected,
     StageGrown,
+    VouchStage,
 )
 from pilotlight.common.messages.pool import TensorPlace
 from pilotlight.common.messages.prompts import PromptLogprobs
@@ -167,6 +168,7 @@ ToEngine = (
     | ConnectStage
     | ExtendStage
     | CallOffExtend
+    | VouchStage
     | ResizeStage
     | ExportKv
     | ReleaseRequest

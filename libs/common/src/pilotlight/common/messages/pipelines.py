@@ -41,6 +41,16 @@ class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
     behind: StageAddress
     timeout_s: float
     """For each of the two channels."""
+    proven: bool = True
+    """Its parts are in place, and were whole. Else ``VouchStage`` follows when that is known."""
+
+
+class VouchStage(Message, tag="vouch", frozen=True, kw_only=True):
+    """The parts of a stage of several were whole when they were copied: what it computes may go to
+    the other stages.
+    """
+
+    instance_id: InstanceId
 
 
 class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):

@@ -37,6 +37,11 @@ class Channel(Protocol):
         """``receive`` would not wait: there is a frame, or the other end is gone."""
         ...
 
+    @property
+    def lost(self) -> bool:
+        """The other end is gone. What it sent before can still be received."""
+        ...
+
     def send(self, frame: Frame, timeout_s: float) -> None:
         """Sends a frame, in order; waits while the other end has taken too few.
 
@@ -107,6 +112,11 @@ class PolledChannel(ABC):
     def readable(self) -> bool:
         self._pump()
         return bool(self._inbox) or self._lost is not None
+
+    @property
+    def lost(self) -> bool:
+        self._pump()
+        return self._lost is not None
 
     def send(self, frame: Frame, timeout_s: float) -> None:
         self._wait_until(

@@ -1,7 +1,7 @@
 """How a stage becomes one of a pipeline, once it has its channels."""
 
 from pilotlight.engine.channel.channel import Channel
-from pilotlight.engine.errors import BadRequest, UnknownInstance
+from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.pipeline.follow import PipelineFollower
 from pilotlight.engine.pipeline.lead import PipelineLead
 from pilotlight.engine.resident import ResidentStage
@@ -10,6 +10,8 @@ from pilotlight.engine.resident import ResidentStage
 def enter(resident: ResidentStage, before: Channel, behind: Channel, now_s: float) -> None:
     """Make a stage one of a pipeline: it leads if it begins the model, else it follows.
 
+    Parts may still come: micro-batches run as far as they are in place.
+
     Args:
         resident: the stage; it owns both channels from now on.
         before: from the stage before; for the first stage, from the last.
@@ -17,12 +19,9 @@ def enter(resident: ResidentStage, before: Channel, behind: Channel, now_s: floa
         now_s: on the engine's clock.
 
     Raises:
-        UnknownInstance: it is still loading.
         BadRequest: it is a whole model, or in a pipeline already.
         PeerLost: the next stage is gone already.
     """
-    if not resident.complete:
-        raise UnknownInstance(f"{resident.instance_id} is still loading")
     if resident.stage == resident.spec.whole or resident.pipeline is not None:
         raise BadRequest(f"{resident.instance_id} is a whole model, or in a pipeline already")
     if resident.stage.start == 0:

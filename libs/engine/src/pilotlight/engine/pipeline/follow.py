@@ -14,6 +14,7 @@ from pilotlight.engine.device.sampler import SampledToken
 from pilotlight.engine.errors import EngineError, PeerLost
 from pilotlight.engine.extension import leave_pipeline
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces
+from pilotlight.engine.pipeline.arriving import ArrivingLayers
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
     KvBlocks,
@@ -42,7 +43,12 @@ SEND_TIMEOUT_S = 60.0
 
 
 class PipelineFollower:
-    """Owns no books: the blocks of each request come with each micro-batch."""
+    """Owns no books: the blocks of each request come with each micro-batch.
+
+    While its parts come, one micro-batch waits for them here, and the frames behind it in the
+    channel. What it computed leaves when its parts are vouched for, and not before: the stage that
+    leads knows nothing of them.
+    """
 
     def __init__(self, resident: ResidentStage, before: Channel, behind: Channel) -> None:
         """Joins.
@@ -64,11 +70,25 @@ class PipelineFollower:
         """What is in place of each request that the leader has open."""
         self._requests: dict[RequestKey, Request] = {}
         """Their tokens, on the last stage."""
+        self._arriving = ArrivingLayers(resident)
+        self._waiting: HiddenStates | None = None
+        """The micro-batch that waits for parts."""
+        self._kept: Frame | None = None
+        """What was computed, and is not vouched for yet."""
 
     @property
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
-        return any([channel.readable for channel in self.channels])  # noqa: C419 - see above
+        before, behind = (channel.readable for channel in self.channels)
+        if self._kept is not None:
+            return self._resident.vouched or behind or self._before.lost
+        if self._waiting is not None:
+            return self._arriving.can_go or behind or self._before.lost
+        return before or behind
+
+    @property
+    def waits(self) -> bool:
+        return False
 
     @property
     def in_flight(self) -> int:
@@ -102,7 +122,9 @@ class PipelineFollower:
                 raise PeerLost(
                     f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards"
                 )
-            if self._before.readable:
+            if self._kept is not None or self._waiting is not None:
+                self._go_on()
+            elif self._before.readable:
                 self._take(self._before.receive(0))
         except PeerLost as error:
             return self._leave() if self._over else self._lose(error)
@@ -126,6 +148,7 @@ class PipelineFollower:
                     spec=resident.spec,
                     dtype=resident.dtype,
                     num_blocks=resident.num_blocks,
+                    loading=not (resident.complete and resident.vouched),
                 )
                 self._send(pack(StagesUp(stages=(*header.stages, hello))))
             case HiddenStates():
@@ -158,7 +181,34 @@ class PipelineFollower:
         if self._layers is None:
             self._send(frame)
             return
-        computed = self._resident.run(header.batch, tensor_of(frame, header.tensor), self._layers)
+        self._arriving.begin(header.batch, tensor_of(frame, header.tensor), self._layers)
+        self._waiting = header
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Runs the micro-batch that is here as far as it can, and sends what came of it.
+
+        Raises:
+            PeerLost: the stage before is gone: nobody waits for the answer.
+        """
+        if self._kept is None and self._waiting is not None:
+            assert self._layers is not None, "layers are taken over from stages that have all parts"
+            computed = self._arriving.go(self._layers)
+            if computed is not None:
+                header, self._waiting = self._waiting, None
+                self._kept = self._answer(header, computed)
+        if self._kept is not None and self._resident.vouched:
+            answer, self._kept = self._kept, None
+            self._send(answer)
+        elif self._before.lost:
+            raise PeerLost("the stage before is gone")
+
+    def _answer(self, header: HiddenStates, computed: Tensor) -> Frame:
+        """What the next stage gets of a micro-batch; the first one the tokens.
+
+        Raises:
+            PeerLost: the leader's books are not ours.
+        """
         if not self._is_last:
             passed = HiddenStates(
                 number=header.number,
@@ -169,8 +219,7 @@ class PipelineFollower:
                 tensor=header_of(computed),
                 allowed=header.allowed,
             )
-            self._send(pack(passed, computed))
-            return
+            return pack(passed, computed)
         wanting = zip(header.keys, header.segments, strict=True)
         requests = [self._requests[key] for key, segment in wanting if segment.wants_logits]
         if len(requests) != len(header.allowed):
@@ -179,7 +228,7 @@ class PipelineFollower:
         for request, token in zip(requests, sampled, strict=True):
             if isinstance(token, SampledToken):
                 request.accept(token.token_id)
-        self._send(pack(SampledTokens(number=header.number, sampled=tuple(sampled))))
+        return pack(SampledTokens(number=header.number, sampled=tuple(sampled)))
 
     def _close_requests(self, keys: Sequence[RequestKey]) -> None:
         for key in keys:

@@ -32,6 +32,8 @@ class StageHello(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     dtype: Dtype
     num_blocks: int
+    loading: bool = False
+    """Parts of it are missing, or it is not known yet that they were whole: it answers later."""
 
 
 class StagesUp(msgspec.Struct, tag="up", frozen=True, kw_only=True):

@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.batch import Plan, Segment
-from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
+from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import EngineError, PeerLost, PeerSilent
 from pilotlight.engine.extension import take_over
@@ -32,6 +30,7 @@ from pilotlight.engine.pipeline.frames import (
     unpack,
 )
 from pilotlight.engine.pipeline.growth import Growth
+from pilotlight.engine.pipeline.planning import NextMicroBatch, runs
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.engine.resizing import limit_blocks, use_all
@@ -88,6 +87,9 @@ class PipelineLead:
         self._stages: tuple[Stage, ...] = ()
         """What the other stages run; one that runs nothing any more is not among them."""
         self._growth: Growth | None = None
+        self._next = NextMicroBatch(resident)
+        self._loading = False
+        """Parts of other stages may be missing: none has answered."""
         # What was computed before is not in place in the stages that come now.
         resident.scheduler.forget_cached()
         hello = StageHello(
@@ -102,6 +104,8 @@ class PipelineLead:
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
         heard = [channel.readable for channel in self.channels]
+        if self.waits or not self._resident.complete:
+            return any(heard) or (self._depth > len(self._under_way) and self._next.can_go)
         return (
             not self._depth
             or bool(self._open)
@@ -109,6 +113,10 @@ class PipelineLead:
             or self._resident.scheduler.has_work
             or any(heard)
         )
+
+    @property
+    def waits(self) -> bool:
+        return self._loading and self._growth is None
 
     @property
     def _grows(self) -> bool:
@@ -177,20 +185,13 @@ class PipelineLead:
             return self._lose(error)
 
     def _dispatch(self, now_s: float) -> Plan | None:
-        """Plans, runs and sends the next micro-batch; None if no request can run now.
-
-        The requests are divided evenly among the micro-batches, so that no stage waits while
-        another has two.
-        """
-        scheduler = self._resident.scheduler
-        plan = scheduler.schedule(
-            now_s, at_most=-(-(scheduler.running + scheduler.waiting) // self._depth)
-        )
-        if not plan.requests:
+        """Plans, runs and sends the next micro-batch; None if none can be sent now."""
+        given = self._next.take(now_s, self._depth)
+        if given is None:
             return None
+        plan, hidden = given
         if not self._under_way:
             self._heard_s = now_s
-        hidden = self._resident.run(plan.batch, torch.tensor(plan.token_ids))
         self._number += 1
         header = HiddenStates(
             number=self._number,
@@ -205,7 +206,7 @@ class PipelineLead:
             tensor=header_of(hidden),
             allowed=look_up(plan.sampled),
         )
-        scheduler.advance(plan)
+        self._resident.scheduler.advance(plan)
         if self._growth is not None:
             self._growth.wrote(plan.batch.segments)
         self._under_way.append(
@@ -224,7 +225,7 @@ class PipelineLead:
     def _close_gone(self) -> tuple[RequestKey, ...]:
         """Forgets the requests that own no blocks any more, or own others since."""
         gone = tuple(
-            key for key, (request, takes) in self._open.items() if not self._runs(request, takes)
+            key for key, (request, takes) in self._open.items() if not runs(request, takes)
         )
         for key in gone:
             del self._open[key]
@@ -237,10 +238,6 @@ class PipelineLead:
             request.token_ids[request.prompt_tokens :],
         )
         return OpenedRequest(request.key, tuple(prompt_ids), tuple(output_ids), request.sampling)
-
-    def _runs(self, request: Request, takes: int) -> bool:
-        """The request still owns the blocks that it had in that run."""
-        return request.state is RequestState.RUNNING and request.takes == takes
 
     def _collect(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
         step = StageStep(plan=plan)
@@ -257,8 +254,11 @@ class PipelineLead:
             )
             if given.grown:
                 return step
+        # A stage that loads fails by itself where no parts come, and hangs up.
         waits = (
-            self._under_way or not self._depth or (self._growth is not None and self._growth.waits)
+            (self._under_way and not self.waits)
+            or (not self._depth and self._resident.complete)
+            or (self._growth is not None and self._growth.waits)
         )
         if waits and monotonic_s() - self._heard_s > ANSWER_TIMEOUT_S:
             raise PeerSilent(
@@ -293,13 +293,16 @@ class PipelineLead:
         A request that lost its blocks meanwhile gets none: it samples the same one again.
         """
         done = self._under_way.popleft()
+        # It has gone through all stages, so all of them have their parts.
+        self._loading = False
+        self._next.answered()
         if answer.number != done.number or len(answer.sampled) != len(done.sampled):
             raise PeerLost(
                 f"the last stage answered micro-batch {answer.number}, not {done.number}"
             )
         known = zip(done.sampled, answer.sampled, strict=True)
         current = [
-            (request, sampled) for (request, takes), sampled in known if self._runs(request, takes)
+            (request, sampled) for (request, takes), sampled in known if runs(request, takes)
         ]
         requests: list[Request] = [request for request, _ in current]
         sampled = settle(requests, [sampled for _, sampled in current])
@@ -326,6 +329,7 @@ class PipelineLead:
             raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
         limit_blocks(resident, min(hello.num_blocks for hello in stages))
         self._depth = len(stages)
+        self._loading = any(hello.loading for hello in stages[1:])
         self._stages = tuple(hello.stage for hello in stages[1:])
 
     def _take_over(self, plan: Plan | None, stop: int) -> StageStep:

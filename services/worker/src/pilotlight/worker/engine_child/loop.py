@@ -37,7 +37,13 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
-from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    ExtendStage,
+    OpenDoor,
+    VouchStage,
+)
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost
@@ -162,7 +168,6 @@ class ChildLoop:
                 self._step()
 
     def _idle_s(self) -> float | None:
-        """How long there is nothing to do if nothing comes; None: for ever."""
         due_s = self._engine.due_s
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
@@ -182,10 +187,7 @@ class ChildLoop:
             self._slate.write(Doing.WAITING)
 
     def _has_come(self, wait_s: float | None) -> bool:
-        """The parent has said something.
-
-        Ends early when another stage has, or the channels to it are made.
-        """
+        """The parent has said something; ends early when another stage has, or is joined."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         if wait_s != 0:
@@ -215,6 +217,7 @@ class ChildLoop:
                 | ResizeStage()
                 | ExportKv()
                 | ReleaseRequest()
+                | VouchStage()
             ):
                 self._pipelines.obey(command, sent_s)
             case CallOffExtend():
@@ -313,10 +316,7 @@ class ChildLoop:
             self._refused.append(_refusal_of(command, code, message))
 
     def _step(self) -> None:
-        """One batch.
-
-        What it raises ends the process: the engine's books cannot be trusted after it.
-        """
+        """One batch; what it raises ends the process, whose books cannot be trusted after it."""
         self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()

@@ -28,6 +28,7 @@ from pilotlight.common.messages.pipelines import (
     PipelineLeft,
     StageConnected,
     StageGrown,
+    VouchStage,
 )
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.errors import EngineError
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-PipelineCommand = OpenDoor | ConnectStage | ExtendStage | ResizeStage | ExportKv | ReleaseRequest
+PipelineCommand = (
+    OpenDoor | ConnectStage | ExtendStage | ResizeStage | ExportKv | ReleaseRequest | VouchStage
+)
 
 
 class PipelineEngine(Protocol):
@@ -51,7 +54,10 @@ class PipelineEngine(Protocol):
 
     @property
     def channels(self) -> Sequence[Channel]: ...
-    def connect(self, instance_id: InstanceId, before: Channel, behind: Channel) -> None: ...
+    def connect(
+        self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True
+    ) -> None: ...
+    def vouch(self, instance_id: InstanceId) -> None: ...
     def serves(self, instance_id: InstanceId) -> bool: ...
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int: ...
     def call_off(self, instance_id: InstanceId) -> bool: ...
@@ -105,6 +111,8 @@ class Pipelines:
                     self._send(DoorOpened(port=self._neighbours.open_door(command)))
                 case ConnectStage():
                     self._neighbours.connect(command)
+                case VouchStage():
+                    self._engine.vouch(command.instance_id)
                 case ExtendStage():
                     self._loads.extend(command, sent_s)
                 case ResizeStage():
@@ -182,7 +190,7 @@ class Pipelines:
                 self.refuse(instance_id, joined.channels)
                 continue
             try:
-                self._engine.connect(instance_id, *joined.channels)
+                self._engine.connect(instance_id, *joined.channels, vouched=joined.command.proven)
             except EngineError as error:
                 for channel in joined.channels:
                     channel.close()

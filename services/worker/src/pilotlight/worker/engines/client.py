@@ -22,7 +22,13 @@ from pilotlight.common.messages.engine import (
     Run,
     UnloadStage,
 )
-from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    ExtendStage,
+    OpenDoor,
+    VouchStage,
+)
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment
 
@@ -100,6 +106,10 @@ class EngineClient(Protocol):
         """Give a stage more layers; ``StageGrown`` follows the last part, ``StageRefused`` the
         first trouble.
         """
+        ...
+
+    async def vouch_stage(self, command: VouchStage) -> None:
+        """What a stage computes may go to the other stages of its pipeline."""
         ...
 
     async def call_off_extend(self, command: CallOffExtend) -> None:

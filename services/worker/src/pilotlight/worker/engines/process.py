@@ -29,7 +29,13 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
-from pilotlight.common.messages.pipelines import CallOffExtend, ConnectStage, ExtendStage, OpenDoor
+from pilotlight.common.messages.pipelines import (
+    CallOffExtend,
+    ConnectStage,
+    ExtendStage,
+    OpenDoor,
+    VouchStage,
+)
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.hang import Patience
@@ -208,6 +214,9 @@ class ProcessEngine:
         await self._send(command)
 
     async def extend_stage(self, command: ExtendStage) -> None:
+        await self._send(command)
+
+    async def vouch_stage(self, command: VouchStage) -> None:
         await self._send(command)
 
     async def call_off_extend(self, command: CallOffExtend) -> None:

@@ -46,6 +46,7 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     StageConnected,
     StageGrown,
+    VouchStage,
 )
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.waiting import cancel_all, pause, woken
@@ -171,6 +172,10 @@ class SimEngine:
         if command.must and self._requests.end_beyond(name, capacity_tokens):
             self._wake.set()
         await self._say(StageResized(instance_id=name, kv_capacity_tokens=capacity_tokens))
+
+    async def vouch_stage(self, command: VouchStage) -> None:
+        """Nothing is copied here that might not be whole."""
+        self._check()
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
         self._check()

@@ -44,6 +44,7 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     PipelineLeft,
     StageGrown,
+    VouchStage,
 )
 from pilotlight.common.service import Background
 from pilotlight.policy.ids import InstanceId
@@ -157,6 +158,10 @@ class EngineSwitch:
     async def extend_stage(self, command: ExtendStage) -> None:
         """See ``EngineClient.extend_stage``."""
         await self._having(command.instance_id).extend_stage(command)
+
+    async def vouch_stage(self, command: VouchStage) -> None:
+        """See ``EngineClient.vouch_stage``."""
+        await self._having(command.instance_id).vouch_stage(command)
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
         """See ``EngineClient.call_off_extend``."""
