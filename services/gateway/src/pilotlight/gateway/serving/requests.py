@@ -260,7 +260,7 @@ class _Life:
         ) or attempt.finish is None:
             if tokens:
                 self._first_token(attempt, place)
-                self._output_ids.extend(token.token_id for token in tokens)
+                self._output_ids += [token.token_id for token in tokens]
                 if await self.tell(Tokens(tokens, attempt.log.read)):
                     return True
             if attempt.finish is None and self._time.left_s() <= 0:

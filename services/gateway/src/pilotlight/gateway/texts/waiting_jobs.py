@@ -88,6 +88,8 @@ class WaitingJobs:
 
     def latest_of(self, owner: str) -> list[LaneJob]:
         """The last of each of an owner's groups."""
+        if not self._groups:
+            return []
         return [
             next(reversed(jobs.values())).lane
             for group, jobs in self._groups.items()
