@@ -192,7 +192,9 @@ class HelperPool:
 
     def _let_go(self) -> None:
         """Of idle helpers that have ended."""
-        for helper in [helper for helper in self._idle if helper.line.gone]:
+        for helper in [*self._idle]:
+            if not helper.line.gone:
+                continue
             self._idle.remove(helper)
             self._spawner.spawn("bury a text helper", helper.kill())
             self._lost.set()
