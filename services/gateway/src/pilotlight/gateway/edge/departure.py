@@ -42,7 +42,14 @@ class Receiving:
     def begin(
         self, status: int, headers: Sequence[tuple[bytes, bytes]], data: bytes, *, more: bool
     ) -> bool:
-        """Begin the answer; without ``more``, ``data`` is all of its body."""
+        """Begin the answer.
+
+        Args:
+            status: of HTTP.
+            headers: all of them; with ``content-length`` where there is no more.
+            data: the first part of the body.
+            more: other parts follow.
+        """
         return False
 
     def go_on(self, data: bytes, *, more: bool) -> bool:
