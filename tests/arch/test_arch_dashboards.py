@@ -16,6 +16,7 @@ DASHBOARDS = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
 RULES = sorted((ROOT / "deploy/prometheus").glob("alerts*.yml"))
 SUFFIXES = {
     "Counter": ("_total", "_created"),
+    "Tally": ("_total", "_created"),
     "Gauge": ("",),
     "Histogram": ("_bucket", "_sum", "_count", "_created"),
     "HistogramMetricFamily": ("_bucket", "_sum", "_count"),
@@ -54,7 +55,11 @@ def defined() -> dict[str, set[str]]:
                 else next((k.value for k in node.keywords if k.arg == "labelnames"), None)
             )
             labels: set[str] = set(ast.literal_eval(given)) if given is not None else set()
-            stem = name.value.removesuffix("_total") if node.func.id == "Counter" else name.value
+            stem = (
+                name.value.removesuffix("_total")
+                if node.func.id in ("Counter", "Tally")
+                else name.value
+            )
             found.update({stem + suffix: labels for suffix in SUFFIXES[node.func.id]})
     return found
 

@@ -30,6 +30,7 @@ from pilotlight.gateway.admin.testing import (
 )
 from pilotlight.gateway.auth import CACHE_S, MAX_KEY_CHARS, Authenticator
 from pilotlight.gateway.settings import GatewaySettings
+from pilotlight.gateway.tenants.keys import ApiKey, KeyRepository
 
 pytestmark = pytest.mark.anyio
 
@@ -266,6 +267,27 @@ async def test_a_revoked_key_stops_when_the_cache_forgets(keys: Keys) -> None:
     keys.clock.advance(CACHE_S - 0.001)
     assert await keys.role_of(ADMIN_KEY) == "admin"
     keys.clock.advance(0.001)
+    assert await keys.role_of(ADMIN_KEY) == "none"
+
+
+@pytest.mark.parametrize("late", [1, 100])
+async def test_requests_of_one_moment_look_a_key_up_once(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    looked: list[str] = []
+    by_hash = KeyRepository.by_hash
+
+    async def counted(repository: KeyRepository, digest: str) -> ApiKey | None:
+        looked.append(digest)
+        return await by_hash(repository, digest)
+
+    monkeypatch.setattr(KeyRepository, "by_hash", counted)
+    keys.clock.advance(CACHE_S * late)
+    await _revoke(keys)
+    found = await asyncio.gather(*(keys.role_of(ADMIN_KEY) for _ in range(8)))
+    # What was read long ago is not taken for true meanwhile.
+    assert (len(looked), found.count("none")) == ((1, 1) if late == 1 else (8, 8))
     assert await keys.role_of(ADMIN_KEY) == "none"
 
 

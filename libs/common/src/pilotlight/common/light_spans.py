@@ -40,17 +40,20 @@ class LightSpan(NonRecordingSpan):
                 long as it does not fail: what comes of it belongs to the parent.
             attributes: known at its beginning.
         """
-        context = parent if parent is not None else _context(_bits(128) or 1)
-        super().__init__(context)
+        # What its base does, without a call: there are several of these for each request.
+        self._context = parent if parent is not None else _context(_bits(128) or 1)
         self._name, self._kind, self._parent = name, kind, parent
-        self._attributes = tuple((attributes or {}).items())
+        self._attributes = tuple(attributes.items()) if attributes else ()
         self._began_ns = time.time_ns()
+        self._traceparent = ""
 
     @property
     def traceparent(self) -> str:
         """Its context as W3C says it: not sampled."""
-        context = self.get_span_context()
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-00"
+        if not self._traceparent:
+            trace_id, span_id = self._context[:2]
+            self._traceparent = f"00-{trace_id:032x}-{span_id:016x}-00"
+        return self._traceparent
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Add what is known later."""

@@ -49,6 +49,7 @@ _stamped = structlog.processors.TimeStamper(fmt="iso", utc=True)
 _SAMPLED_FLAGS = ("-01", "-03")
 """Ends of contexts that are sampled; the second bit says that the trace id is random."""
 _propagator = TraceContextTextMapPropagator()
+_lines = msgspec.json.Encoder(enc_hook=repr)
 
 
 class SpanSink(Protocol):
@@ -132,7 +133,10 @@ def log_request(event: str, action: str, **told: object) -> None:
         "service": _telemetry.log_service,
         "level": "info",
     }
-    _LogLines(sys.stderr).msg(_to_json(_add_trace(None, "info", _stamped(None, "info", line))))
+    text = _to_json(_add_trace(None, "info", _stamped(None, "info", line)))
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 class _LogLines(structlog.WriteLogger):
@@ -271,6 +275,9 @@ def current_traceparent(*, keep: bool = False) -> str:
     ``keep`` marks the trace as sampled for every service that joins it: a cold start is always
     traced, whatever share of requests is.
     """
+    light = LightSpan.current.get()
+    if light is not None:
+        return light.traceparent[:-2] + "01" if keep else light.traceparent
     current = current_span()
     if isinstance(current, LightSpan) and not keep:
         return current.traceparent
@@ -323,6 +330,11 @@ class _Spanned:
         self._light_token: Token[LightSpan | None] | None = None
 
     def __enter__(self) -> Span:
+        if self._parent is None and (light := LightSpan.current.get()) is not None:
+            # Within a trace that is not sampled.
+            context = light.get_span_context()
+            self._span = LightSpan(self._name, self._kind, context, self._attributes)
+            return self._span
         tracer, before = _telemetry.tracer, current_span(self._parent)
         if tracer is None:
             if self._parent is not None:
@@ -355,6 +367,8 @@ class _Spanned:
         if self._light_token is not None:
             LightSpan.current.reset(self._light_token)
         provider = _telemetry.provider
+        if error is None and type(self._span) is LightSpan:
+            return
         if isinstance(error, Exception):
             code = error.code if isinstance(error, PilotlightError) else type(error).__name__
             if isinstance(self._span, LightSpan) and provider is not None:
@@ -370,6 +384,10 @@ def _context_of(headers: Mapping[str, str] | None) -> Context | None:
 
 
 def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    light = LightSpan.current.get()
+    if light is not None:
+        event["trace_id"] = light.traceparent[3:35]
+        return event
     context = current_span().get_span_context()
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
@@ -377,4 +395,4 @@ def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
 
 
 def _to_json(value: Any, **_: Any) -> str:
-    return msgspec.json.encode(value, enc_hook=repr).decode()
+    return _lines.encode(value).decode()

@@ -108,7 +108,9 @@ class Wake:
     def set(self) -> None:
         """Something happened."""
         self._set = True
-        _resolve(self._waiter)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def clear(self) -> None:
         """What happened has been seen."""
@@ -175,7 +177,9 @@ class Flag:
     def set(self) -> None:
         """Let the task go on, now or when it waits."""
         self._set = True
-        _resolve(self._waiter)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def clear(self) -> None:
         """Let it wait."""

@@ -66,10 +66,14 @@ class Access:
 
     def allows_model(self, name: str) -> bool:
         """As ``KeyScope.allows_model``, of both."""
+        if not self.project.models and not self.key.models:
+            return True
         return self.project.allows_model(name) and self.key.allows_model(name)
 
     def allows_route(self, path: str) -> bool:
         """As ``KeyScope.allows_route``, of both."""
+        if not self.project.routes and not self.key.routes:
+            return True
         return self.project.allows_route(path) and self.key.allows_route(path)
 
 

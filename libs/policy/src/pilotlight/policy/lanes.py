@@ -76,7 +76,7 @@ def turn_of(owner: str, waiting: Sequence[LaneJob], now_turn: int) -> int:
 
 
 def _allowed(job: LaneJob, running: Sequence[LaneJob], processes: int) -> bool:
-    if job.model and sum(other.model == job.model for other in running) >= processes - 1:
+    if job.model and [other.model for other in running].count(job.model) >= processes - 1:
         return False
     if not job.long:
         return True

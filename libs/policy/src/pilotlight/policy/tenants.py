@@ -1,6 +1,6 @@
 """What a tenant may use, and how much of what several want is its."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotlight.policy.fairness import FairShare
 
@@ -35,16 +35,15 @@ class Tenant:
     """The project's: where several wait, it gets as much as the others by weight."""
     project_limits: TenantLimits = NO_LIMITS
     key_limits: TenantLimits = NO_LIMITS
+    limited: bool = field(init=False, repr=False, compare=False)
+    """Something of it is."""
+    share: FairShare = field(init=False, repr=False, compare=False)
+    """What it gets where others wait, too."""
 
-    @property
-    def limited(self) -> bool:
-        """Something of it is."""
-        return self.key_limits.any or self.project_limits.any
-
-    @property
-    def share(self) -> FairShare:
-        """What it gets where others wait, too."""
-        return FairShare(self.project, self.weight)
+    def __post_init__(self) -> None:
+        # Each request asks, and a tenant serves very many.
+        object.__setattr__(self, "limited", self.key_limits.any or self.project_limits.any)
+        object.__setattr__(self, "share", FairShare(self.project, self.weight))
 
 
 NOBODY = Tenant()

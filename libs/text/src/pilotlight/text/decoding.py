@@ -6,7 +6,7 @@ refuses decoders whose work has no bound; the gateway's event loop loads that.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import tokenizers
@@ -134,6 +134,17 @@ class TokenDecoder:
         first time.
         """
         return self._visible.issuperset(token_ids)
+
+    def shown(self, token_ids: Sequence[int], kept: Collection[int]) -> list[int]:
+        """Those of them that are visible, or among ``kept``."""
+        seen, specials = self._visible, self._specials
+        return [
+            token_id
+            for token_id in token_ids
+            if token_id in seen
+            or token_id in kept
+            or (token_id not in specials and self.is_visible(token_id))
+        ]
 
     def is_byte(self, token_id: int) -> bool:
         """Whether this is a byte-fallback token: a run of them is decoded as one."""

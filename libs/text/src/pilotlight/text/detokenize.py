@@ -53,7 +53,7 @@ class Detokenizer:
         if not self._tokenizer.byte_level:
             return "".join(self._push(token_id) for token_id in token_ids)
         if not self._tokenizer.are_visible(token_ids):
-            token_ids = [token_id for token_id in token_ids if self._is_shown(token_id)]
+            token_ids = self._tokenizer.shown(token_ids, self._kept)
         pieces: list[str] = []
         for start in range(0, len(token_ids), AT_ONCE_TOKENS):
             self._window += token_ids[start : start + AT_ONCE_TOKENS]

@@ -63,10 +63,18 @@ class KeyInfo:
         return self
 
 
-@dataclass(frozen=True, slots=True)
 class _Cached:
-    key: ApiKey
-    read_s: float
+    """A key as it was read."""
+
+    __slots__ = ("info", "key", "read_s", "reading")
+
+    def __init__(self, key: ApiKey, read_s: float) -> None:
+        self.key = key
+        self.read_s = read_s
+        self.info: KeyInfo | None = None
+        """What requests are told of it."""
+        self.reading = False
+        """A request looks it up again: those that come meanwhile take it as it is."""
 
 
 class Authenticator:
@@ -133,7 +141,10 @@ class Authenticator:
         Raises:
             Unauthorized, Forbidden, DatabaseUnavailable: as ``require``.
         """
-        info = self._valid(await self._find(digest), role)
+        cached = self._cache.get(digest)
+        if cached is None or self._clock.monotonic_s() - cached.read_s >= CACHE_S:
+            cached = await self._read(digest, cached)
+        info = self._valid(cached, role)
         self._used.add(info.key_id)
         return info
 
@@ -145,16 +156,22 @@ class Authenticator:
             Forbidden: it is for the other API.
             DatabaseUnavailable: it cannot be looked up now.
         """
-        return self._valid(await self._keys.by_id(key_id), role)
+        key = await self._keys.by_id(key_id)
+        return self._valid(None if key is None else _Cached(key, 0.0), role)
 
-    def _valid(self, key: ApiKey | None, role: Role) -> KeyInfo:
-        if key is None:
+    def _valid(self, cached: _Cached | None, role: Role) -> KeyInfo:
+        if cached is None:
             raise Unauthorized("this key is not valid")
+        key = cached.key
         if key.expires_at is not None and key.expires_at <= self._clock.wall():
             raise Unauthorized("this key has expired: make another with `pilotlight key create`")
         if key.role != role:
             raise Forbidden(f"this route needs an {role} key, and this is an {key.role} key")
-        return KeyInfo(key.key_id, role, key.label, key.access, key.admin_role, key.tenant)
+        if cached.info is None:
+            cached.info = KeyInfo(
+                key.key_id, role, key.label, key.access, key.admin_role, key.tenant
+            )
+        return cached.info
 
     def forget(self, *, key_id: str | None = None, project: str | None = None) -> None:
         """Look again before a key, or any key of a project, is used again."""
@@ -183,33 +200,38 @@ class Authenticator:
             hash=self._hash(plain),
         )
 
-    async def _find(self, digest: str) -> ApiKey | None:
-        now_s = self._clock.monotonic_s()
-        cached = self._cache.get(digest)
-        if cached is not None and now_s - cached.read_s < CACHE_S:
-            return cached.key
-        changes = self._changes
+    async def _read(self, digest: str, cached: _Cached | None) -> _Cached | None:
+        """Look a key up, again where it is known."""
+        now_s, changes = self._clock.monotonic_s(), self._changes
         if cached is None:
             key = await self._keys.by_hash(digest)
+        elif cached.reading and now_s - cached.read_s < CACHE_S + RECHECK_DEADLINE_S:
+            # All that run ask again at the same moment: one look is enough for them.
+            return cached
         else:
-            try:
-                key = await within(
-                    RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key"
-                )
-            except (DatabaseUnavailable, DeadlineExceeded):
-                # A key that was valid a moment ago goes on working: warm models must not stop, nor
-                # wait, with the database.
-                key = cached.key
+            key = await self._read_again(digest, cached)
         if key is None:
             self._cache.pop(digest, None)
             return None
+        read = _Cached(key, now_s)
         if changes != self._changes:
             # It may have been revoked between the reading and now: the next request looks again.
-            return key
+            return read
         if len(self._cache) >= MAX_CACHED_KEYS:
             self._cache.pop(next(iter(self._cache)))
-        self._cache[digest] = _Cached(key, now_s)
-        return key
+        self._cache[digest] = read
+        return read
+
+    async def _read_again(self, digest: str, cached: _Cached) -> ApiKey | None:
+        cached.reading = True
+        try:
+            return await within(RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key")
+        except (DatabaseUnavailable, DeadlineExceeded):
+            # A key that was valid a moment ago goes on working: warm models must not stop, nor
+            # wait, with the database.
+            return cached.key
+        finally:
+            cached.reading = False
 
     def hash_of(self, presented: str) -> str:
         """What is stored of a key.

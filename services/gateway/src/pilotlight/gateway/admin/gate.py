@@ -13,7 +13,8 @@ from pilotlight.common.errors import Forbidden, InternalError, PilotlightError, 
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.admin.answers import on_error
 from pilotlight.gateway.edge.departure import ClientGone
-from pilotlight.gateway.edge.http import error_code_of, read_body
+from pilotlight.gateway.edge.http import error_code_of
+from pilotlight.gateway.edge.reading import read_body
 from pilotlight.gateway.records.audit import Actor, AuditLog
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.policy.access import AdminNeed, may_administer

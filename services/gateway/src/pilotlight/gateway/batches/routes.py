@@ -12,7 +12,7 @@ from pilotlight.gateway.batches.files import MAX_LISTED, FileStore
 from pilotlight.gateway.batches.multipart import form_of
 from pilotlight.gateway.batches.repository import BatchRepository, page_ids
 from pilotlight.gateway.batches.runner import BatchRunner
-from pilotlight.gateway.edge.http import read_body
+from pilotlight.gateway.edge.reading import read_body
 from pilotlight.gateway.openai.api import OpenAiApi
 from pilotlight.gateway.schema.batches import (
     BatchList,

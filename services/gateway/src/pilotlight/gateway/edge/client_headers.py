@@ -1,10 +1,12 @@
 """Headers by which a client and this gateway speak of one request: ids, and what is told of it."""
 
 import re
+from collections.abc import Sequence
 
 from starlette.types import Message, Scope, Send
 
 from pilotlight.common.telemetry import current_traceparent
+from pilotlight.gateway.edge.departure import Receiving
 
 MAX_ID_CHARS = 128
 REQUEST_ID = "x-request-id"
@@ -28,6 +30,7 @@ EXPOSED = (
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,%d}" % (MAX_ID_CHARS - 1))
 _NOTED = "reply_headers"
 _REQUEST_ID = REQUEST_ID.encode()
+_OWN_REQUEST_ID = OWN_REQUEST_ID.encode()
 
 Header = tuple[bytes, bytes]
 
@@ -46,7 +49,7 @@ def id_headers(theirs: bytes | None, own_id: str, trace_id: str) -> list[Header]
     own = own_id.encode()
     headers = [(_REQUEST_ID, own if theirs is None else theirs)]
     if theirs is not None:
-        headers.append((OWN_REQUEST_ID.encode(), own))
+        headers.append((_OWN_REQUEST_ID, own))
     if trace_id:
         headers.append((b"x-trace-id", trace_id.encode()))
     return headers
@@ -60,6 +63,14 @@ def client_id(scope: Scope) -> bytes | None:
     return None
 
 
+def plain_headers(scope: Scope) -> dict[str, str]:
+    """A request's headers; of those with one name the first."""
+    return {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in reversed(scope["headers"])
+    }
+
+
 def note_header(scope: Scope, name: str, value: str) -> None:
     """Add a header to the answer, which has not begun."""
     noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
@@ -68,7 +79,9 @@ def note_header(scope: Scope, name: str, value: str) -> None:
 
 def noted_headers(scope: Scope) -> list[Header]:
     """What was noted for the answer."""
-    noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
+    noted: tuple[str, ...] | None = scope["state"].get(_NOTED)
+    if noted is None:
+        return []
     return [
         (name.encode(), value.encode("ascii", "replace"))
         for name, value in zip(noted[::2], noted[1::2], strict=True)
@@ -80,10 +93,11 @@ class SendWithIds:
     wait would keep more.
     """
 
-    __slots__ = ("_client_id", "_scope", "_send", "status")
+    __slots__ = ("_client_id", "_own", "_scope", "_send", "status")
 
-    def __init__(self, send: Send, scope: Scope) -> None:
-        self._send, self._scope = send, scope
+    def __init__(self, send: Send, scope: Scope, own: Receiving | None = None) -> None:
+        """``own`` is the connection whose ``send`` it is; None where something stands between."""
+        self._send, self._scope, self._own = send, scope, own
         # The request's headers are let go before there is an answer.
         self._client_id = client_id(scope)
         self.status = 0
@@ -92,8 +106,30 @@ class SendWithIds:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            trace_id = current_traceparent()[3:35]
-            ids = id_headers(self._client_id, self._scope["state"]["request_id"], trace_id)
-            noted = noted_headers(self._scope)
-            message["headers"] = [*message.get("headers", []), *ids, *noted]
+            message["headers"] = [*message.get("headers", []), *self._added()]
         await self._send(message)
+
+    def begin(self, status: int, headers: Sequence[Header], data: bytes, *, more: bool) -> bool:
+        """Begin the answer without ASGI's messages; False: nothing was sent, it takes those.
+
+        Args:
+            status: of HTTP.
+            headers: of the answer; with ``content-length``, if there is no more.
+            data: the first part of its body.
+            more: other parts follow.
+        """
+        own = self._own
+        if own is None or not own.begin(status, [*headers, *self._added()], data, more=more):
+            return False
+        self.status = status
+        return True
+
+    def go_on(self, data: bytes, *, more: bool) -> bool:
+        """Another part of the body, as ``begin``."""
+        return self._own is not None and self._own.go_on(data, more=more)
+
+    def _added(self) -> list[Header]:
+        """Headers that the answer has besides."""
+        trace_id = current_traceparent()[3:35]
+        ids = id_headers(self._client_id, self._scope["state"]["request_id"], trace_id)
+        return ids + noted_headers(self._scope)

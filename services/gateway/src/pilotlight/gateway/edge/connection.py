@@ -13,19 +13,15 @@ clients get nothing.)
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import httptools
 import structlog
 from starlette.responses import Response
-from starlette.types import Message
 from uvicorn._types import (
     ASGI3Application,
     ASGIReceiveCallable,
-    ASGISendEvent,
-    HTTPResponseBodyEvent,
-    HTTPResponseStartEvent,
 )
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import (
@@ -36,7 +32,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.protocols.utils import get_remote_addr
 
 from pilotlight.common.waiting import Flag
-from pilotlight.gateway.edge.departure import Receiving
+from pilotlight.gateway.edge.connection_answer import ConnectionAnswer
 
 log = structlog.get_logger()
 
@@ -50,10 +46,6 @@ FIRST_PROBE_S = 0.2
 LAST_PROBE_S = 10.0
 """Pauses between looks whether a client that closed its side is still there: each is twice the one
 before."""
-STATUS_START = b"HTTP/1.1 "
-COMMENT = b":\n\n"
-"""An event that is none. It may stand between any two parts of such an answer: each of those is
-whole events."""
 
 
 class Connection(HttpToolsProtocol):
@@ -84,7 +76,7 @@ class Connection(HttpToolsProtocol):
         self._in_message = True
         """A request has begun to arrive, and not ended; or there was none yet."""
         self._head_deadline: asyncio.TimerHandle | None = None
-        self._answer: _Answer | None = None
+        self._answer: ConnectionAnswer | None = None
         """To the request whose turn it is; others may be waiting behind it."""
         self._closing: asyncio.TimerHandle | None = None
         """Nothing is read any more; the client may still read."""
@@ -177,7 +169,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        answer = self._answer = _Answer(self, cycle)
+        answer = self._answer = ConnectionAnswer(self, cycle)
         if cycle.scope["http_version"] == "1.0":
             # It knows no interim answers.
             cycle.waiting_for_100_continue = False
@@ -223,131 +215,6 @@ class Connection(HttpToolsProtocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
-
-
-class _Answer(Receiving):
-    """Sends an answer, ended as the client's version knows it, and so that the client can read it
-    to its end. Receives its request.
-    """
-
-    __slots__ = ("_connection", "_cycle", "_ends_with_connection", "_leave", "_of_events")
-
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
-        self._cycle = cycle
-        self._leave: Callable[[], None] | None = None
-        self._ends_with_connection = False
-        self._of_events = False
-
-    def ended(self, task: asyncio.Task[None]) -> None:
-        """The application is done with it."""
-        cycle = self._cycle
-        self._connection.tasks.discard(task)
-        # Nothing holds the other through this any more.
-        cycle.on_response = _nothing
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an answer met a bug", action="answer_bug", exc_info=error)
-        if not cycle.response_complete and not cycle.disconnected:
-            cycle.transport.close()
-
-    def __call__(self) -> Awaitable[Message]:
-        return cast("Awaitable[Message]", self._cycle.receive())
-
-    def on_leave(self, call: Callable[[], None] | None) -> None:
-        self._leave = call
-        if self._cycle.disconnected:
-            asyncio.get_running_loop().call_soon(self.left)
-
-    def left(self) -> None:
-        """The client has gone."""
-        self._cycle.disconnected = not self._cycle.response_complete
-        if self._leave is not None:
-            self._leave()
-
-    @property
-    def under_way(self) -> bool:
-        """It has begun and not ended."""
-        return self._cycle.response_started and not self._cycle.response_complete
-
-    def probe(self) -> None:
-        """Send a few bytes that change nothing, if there are any."""
-        cycle = self._cycle
-        if self.under_way:
-            if self._of_events:
-                cycle.transport.write(
-                    COMMENT
-                    if self._ends_with_connection
-                    else b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
-                )
-        elif not cycle.response_complete:
-            begun = (
-                cycle.transport if isinstance(cycle.transport, _Begun) else _Begun(cycle.transport)
-            )
-            begun.begin()
-            cycle.transport = begun
-
-    async def send(self, message: ASGISendEvent) -> None:
-        """Send its head, or a part of its body."""
-        if message["type"] == "http.response.start":
-            await self._cycle.send(self._head(message))
-        elif message["type"] == "http.response.body":
-            await self._body(message)
-        else:
-            await self._cycle.send(message)
-
-    def _head(self, message: HTTPResponseStartEvent) -> HTTPResponseStartEvent:
-        cycle, headers = self._cycle, list(message.get("headers", []))
-        if cycle.more_body:
-            # The request's body is not read to its end: what would come next on this connection is
-            # the rest of it.
-            headers.append((b"connection", b"close"))
-        named = {name.lower(): value for name, value in headers}
-        self._of_events = named.get(b"content-type", b"").startswith(b"text/event-stream")
-        if cycle.scope["http_version"] == "1.0" and b"content-length" not in named:
-            self._ends_with_connection = True
-            cycle.chunked_encoding = False
-        return {"type": "http.response.start", "status": message["status"], "headers": headers}
-
-    async def _body(self, message: HTTPResponseBodyEvent) -> None:
-        cycle = self._cycle
-        if self._ends_with_connection:
-            cycle.expected_content_length = len(message.get("body", b""))
-        lingers = cycle.more_body and not message.get("more_body", False)
-        if lingers:
-            # uvicorn would close at once. With bytes that are not read that is a reset, which takes
-            # the answer with it.
-            cycle.keep_alive = True
-        await self._cycle.send(message)
-        if lingers:
-            self._connection.linger()
-
-
-def _nothing() -> None:
-    """What uvicorn calls when an answer is out that was not looked for any more."""
-
-
-class _Begun(asyncio.Transport):
-    """A transport on which the start of the next status line may be out already."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._transport = transport
-        self._sent = 0
-
-    def begin(self) -> None:
-        """Send one byte more of it, while there is one that all answers share."""
-        self._transport.write(STATUS_START[self._sent : self._sent + 1])
-        self._sent = min(self._sent + 1, len(STATUS_START))
-
-    def write(self, data: Any) -> None:
-        self._transport.write(data[self._sent :])
-        self._sent = 0
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class _Line(list[object]):

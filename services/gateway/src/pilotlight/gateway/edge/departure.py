@@ -1,11 +1,10 @@
 """Clients that leave before the end of their answers."""
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Send
 
 from pilotlight.common.waiting import CANCEL_AGAIN_S
 
@@ -14,18 +13,48 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-class Receiving(ABC):
+class Receiving:
     """The ``receive`` of a connection that says so when its client has left: a task that waits for
     ``http.disconnect`` takes more memory than most of a request that waits.
+
+    What is read and written without waiting, most of all, need not pass ASGI's messages. Nothing
+    happens where a method says None or False: ASGI's way is to be taken.
     """
 
-    @abstractmethod
+    __slots__ = ()
+
     def __call__(self) -> Awaitable[Message]:
         """As of ASGI."""
+        raise NotImplementedError
 
-    @abstractmethod
     def on_leave(self, call: Callable[[], None] | None) -> None:
         """Call this when the client leaves, or soon, where it has; None: call nothing any more."""
+        raise NotImplementedError
+
+    def sends(self, send: Send) -> bool:
+        """Whether this ``send`` is the same connection's: nothing stands between."""
+        return False
+
+    def whole_body(self) -> bytes | None:
+        """The request's body, where all of it is there."""
+        return None
+
+    def begin(
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], data: bytes, *, more: bool
+    ) -> bool:
+        """Begin the answer.
+
+        Args:
+            status: of HTTP.
+            headers: all of them; with ``content-length`` where there is no more.
+            data: the first part of the body.
+            more: other parts follow.
+        """
+        return False
+
+    def go_on(self, data: bytes, *, more: bool) -> bool:
+        """Send another part of the body; without ``more`` the last."""
+        return False
 
 
 class Connected:

@@ -5,6 +5,7 @@ everything to fail.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -15,15 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pilotlight.common.errors import (
     BadRequest,
-    BodyTimeout,
     DeadlineExceeded,
     InternalError,
     MethodNotAllowed,
     PilotlightError,
     RouteNotFound,
-    TooLarge,
     TransientError,
-    UnsupportedEncoding,
 )
 from pilotlight.common.ids import new_request_id
 from pilotlight.common.telemetry import annotate, server_span
@@ -31,16 +29,13 @@ from pilotlight.common.waiting import within
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.bodies import BodyBudget, BodyRoom, room_of
 from pilotlight.gateway.edge.client_headers import Header, SendWithIds
-from pilotlight.gateway.edge.departure import ClientGone, Connected
+from pilotlight.gateway.edge.departure import ClientGone, Connected, Receiving
 from pilotlight.gateway.edge.errors import error_response
 from pilotlight.gateway.edge.measures import HttpMeasures
-from pilotlight.policy.bodies import decoded_bytes
 
 log = structlog.get_logger()
 
 MAX_HEADERS = 100
-BODY_DEADLINE_S = 60.0
-"""For the whole body to arrive."""
 SEND_DEADLINE_S = 60.0
 """For a client to take what it was sent; past it the client counts as gone."""
 STOPPING = "this gateway is stopping; send the request again"
@@ -55,74 +50,6 @@ _KEPT = ("type", "method", "http_version", "root_path", "headers", "state", "rou
 _NOTHING = nullcontext()
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
-
-
-async def read_body(
-    request: Request, limit_bytes: int, owner: str, *, decoded: bool = True
-) -> bytes:
-    """A request's body.
-
-    It has room in the budget until the answer begins to be made.
-
-    Args:
-        request: whose it is.
-        limit_bytes: the longest that is taken.
-        owner: whose share of the budget it takes.
-        decoded: JSON will be made of it; otherwise it is only cut apart.
-
-    Raises:
-        UnsupportedEncoding: it is compressed, or encoded in another way.
-        TooLarge: it is longer than the limit, or takes more memory than there is for bodies.
-        BodiesFull: other bodies leave no room for it now.
-        BodyTimeout: it did not arrive in time.
-        ClientGone: the client left while sending it.
-    """
-    _check_encoding(request)
-    room = room_of(request.scope)
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit():
-        if int(announced) > limit_bytes:
-            raise TooLarge(f"a body of {announced} bytes; at most {limit_bytes} are taken")
-        room.take(owner, int(announced))
-    body = await _read(request.receive, limit_bytes, room, owner)
-    room.take(owner, decoded_bytes(body) if decoded else 2 * len(body))
-    return body
-
-
-async def _read(receive: Receive, limit_bytes: int, room: BodyRoom, owner: str) -> bytes:
-    pause_s, clock = room.budget.pause_s, asyncio.get_running_loop()
-    until_s = clock.time() + BODY_DEADLINE_S
-    body = bytearray()
-    while True:
-        part_until_s = min(until_s, clock.time() + pause_s)
-        try:
-            message = await within(part_until_s - clock.time(), receive(), "the body")
-        except DeadlineExceeded as error:
-            raise BodyTimeout(
-                f"the body did not arrive within {BODY_DEADLINE_S:g} s"
-                if part_until_s == until_s
-                else f"no byte of the body arrived for {pause_s:g} s, after {len(body)}"
-            ) from error
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        if len(body) + len(part) > limit_bytes:
-            raise TooLarge(f"the body is longer than {limit_bytes} bytes")
-        room.take(owner, len(body) + len(part))
-        body += part
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-def _check_encoding(request: Request) -> None:
-    for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
-        codings = {
-            coding.strip().lower()
-            for value in request.headers.getlist(name)
-            for coding in value.split(",")
-        }
-        if codings - {plain, ""}:
-            raise UnsupportedEncoding(f"{name}: {', '.join(sorted(codings))[:100]} is not taken")
 
 
 class Answering:
@@ -140,7 +67,8 @@ class Answering:
         _read_no_more(scope)
         with Connected(receive):
             response = await self._make()
-            await _in_time(response(scope, receive, send))
+            if not _sent_at_once(response, send):
+                await _in_time(response(scope, receive, send))
 
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -189,43 +117,68 @@ class EventStream:
             try:
                 with self._within:
                     await self._make(events.write)
-                if self._last is not None:
-                    await events.write(self._last())
+                last = b"" if self._last is None else self._last()
             except Exception as error:
                 if not events.started or isinstance(error, ClientGone):
                     raise
                 failure = error if isinstance(error, PilotlightError) else _bug(error)
                 note_error(scope, failure)
-                await events.write(self._error_event(failure))
-            await _in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
+                last = self._error_event(failure)
+            await events.end(last)
 
 
 class _Events:
     """Sends a stream's events, and its head with the first."""
 
-    __slots__ = ("_headers", "_send", "started")
+    __slots__ = ("_headers", "_own", "_send", "started")
 
     def __init__(self, send: Send, headers: Sequence[Header]) -> None:
         self._send = send
+        self._own = send if isinstance(send, SendWithIds) else None
         self._headers = headers
         self.started = False
 
     async def write(self, data: bytes) -> None:
         """As ``Write``."""
+        own = self._own
         if not self.started:
             self.started = True
+            if own is not None and own.begin(200, self._headers, data, more=True):
+                return
             await _in_time(
                 self._send(
                     {"type": "http.response.start", "status": 200, "headers": list(self._headers)}
                 )
             )
+        elif own is not None and own.go_on(data, more=True):
+            return
         await _in_time(self._send({"type": "http.response.body", "body": data, "more_body": True}))
+
+    async def end(self, data: bytes) -> None:
+        """Write the last of them, which may be empty."""
+        if self.started and self._own is not None and self._own.go_on(data, more=False):
+            return
+        if data:
+            await self.write(data)
+        end = {"type": "http.response.body", "body": b"", "more_body": False}
+        await _in_time(self._send(end))
+
+
+def _sent_at_once(response: Response, send: Send) -> bool:
+    """Whether nothing had to be waited for."""
+    return (
+        isinstance(send, SendWithIds)
+        and type(response) is Response
+        and response.background is None
+        and send.begin(response.status_code, response.raw_headers, bytes(response.body), more=False)
+    )
 
 
 def _read_no_more(scope: Scope) -> None:
     """Let go of what only the making of an answer's way needed: a request may wait for long."""
     room_of(scope).release()
-    scope["headers"].clear()
+    # Not emptied: what stands before this application may still look at them.
+    scope["headers"] = []
     kept = {name: scope[name] for name in _KEPT if name in scope}
     scope.clear()
     scope.update(kept)
@@ -287,7 +240,8 @@ class Edge:
             request_id = new_request_id()
             scope.setdefault("state", {})["request_id"] = request_id
             annotate(request_id=request_id)
-            sender = SendWithIds(send, scope)
+            own = isinstance(receive, Receiving) and receive.sends(send)
+            sender = SendWithIds(send, scope, cast("Receiving", receive) if own else None)
             room = BodyRoom(self._bodies)
             room.put_into(scope)
             try:

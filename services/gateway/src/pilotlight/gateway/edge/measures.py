@@ -1,9 +1,8 @@
 """What the gateway counts of HTTP, for Prometheus."""
 
-from functools import cache
+from prometheus_client import CollectorRegistry, Gauge
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
+from pilotlight.common.tallies import Tally
 from pilotlight.gateway.edge.bodies import BodyBudget
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -13,13 +12,11 @@ class HttpMeasures:
     """Counters of everything that is answered over HTTP, whatever became of it."""
 
     def __init__(self, registry: CollectorRegistry, bodies: BodyBudget) -> None:
-        self._answers = cache(
-            Counter(
-                "pilotlight_http_answers",
-                "Answers over HTTP, by route, status (499: the client left before its end) and code of the error, if any.",
-                ["route", "method", "status", "code"],
-                registry=registry,
-            ).labels
+        self._answers = Tally(
+            "pilotlight_http_answers",
+            "Answers over HTTP, by route, status (499: the client left before its end) and code of the error, if any.",
+            ["route", "method", "status", "code"],
+            registry,
         )
         held = Gauge(
             "pilotlight_body_bytes",
@@ -38,4 +35,4 @@ class HttpMeasures:
             code: the error's, of the taxonomy; empty: none.
         """
         method = method if method in _METHODS else "other"
-        self._answers(route, method, str(status), code).inc()
+        self._answers.add(route, method, str(status), code)

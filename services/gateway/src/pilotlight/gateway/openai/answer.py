@@ -171,6 +171,8 @@ class Answer:
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Several in one."""
+    if len(deltas) == 1:
+        return deltas[0]
     return Delta(
         "".join(delta.text for delta in deltas),
         [token for delta in deltas for token in delta.tokens],

@@ -17,7 +17,8 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelNotFound, QueueFull
 from pilotlight.common.telemetry import current_traceparent
 from pilotlight.gateway.auth import KeyInfo
-from pilotlight.gateway.edge.http import read_body
+from pilotlight.gateway.edge.client_headers import plain_headers
+from pilotlight.gateway.edge.reading import read_body
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.answer import Answer
 from pilotlight.gateway.openai.asker import Asker, Keys
@@ -194,12 +195,13 @@ class OpenAiApi:
             BadRequest: a header makes no sense.
         """
         arrived_s = self._clock.monotonic_s()
-        key = keyless or await self._key(request, headers)
+        theirs = plain_headers(request.scope)
+        key = keyless or await self._key(request, headers or theirs)
         return Asker(
-            request_id=RequestId(request.state.request_id),
+            request_id=RequestId(request.scope["state"]["request_id"]),
             key=key,
             arrived_s=arrived_s,
-            cold_start=cold_start_of(request.headers),
+            cold_start=cold_start_of(theirs),
         )
 
     async def read(self, request: Request, as_type: type[B], key: KeyInfo) -> B:
@@ -301,7 +303,7 @@ class OpenAiApi:
 
     async def _key(self, request: Request, headers: Mapping[str, str] | None = None) -> KeyInfo:
         """Whose key it is; the key is for this route."""
-        key = await self._keys.require(headers or request.headers, "inference")
+        key = await self._keys.require(headers or plain_headers(request.scope), "inference")
         return key.for_route(request.scope["path"])
 
     def now_s(self) -> float:

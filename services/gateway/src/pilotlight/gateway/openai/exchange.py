@@ -112,8 +112,8 @@ class Exchange:
     @property
     def first_token_s(self) -> float | None:
         """From arrival to the first token of any choice; None: there is none yet."""
-        known = (choice.first_token_s for choice in self._choices)
-        return min((each for each in known if each is not None), default=None)
+        known = [choice.first_token_s for choice in self._choices]
+        return min([each for each in known if each is not None], default=None)
 
     async def run(self, take: PieceTaker) -> None:
         """Everything that happens to the choices, to their ends; usage is noted.
@@ -182,7 +182,9 @@ class Exchange:
 
     def meter_output(self) -> None:
         """Before output goes to the client: note how much there is."""
-        output_tokens = sum([choice.answer.output_tokens for choice in self._choices])
+        output_tokens = 0
+        for choice in self._choices:
+            output_tokens += choice.answer.output_tokens
         if self._meter is None:
             request = self._choices[0].request
             self._meter = self._parts.usage.meter(
@@ -197,6 +199,11 @@ class Exchange:
 
     def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
+        if len(self._choices) == 1:
+            only = self._choices[0]
+            return _usage(
+                len(only.request.prompt_ids), only.answer.output_tokens, only.answer.cached_tokens
+            )
         prompts = {
             id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices
         }
@@ -208,12 +215,7 @@ class Exchange:
             prompt = id(choice.request.siblings)
             found = choice.answer.cached_tokens
             cached[prompt] = min(found, cached.get(prompt, found))
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=output_tokens,
-            total_tokens=prompt_tokens + output_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=sum(cached.values())),
-        )
+        return _usage(prompt_tokens, output_tokens, sum(cached.values()))
 
     def _record(self, status: str) -> Usage:
         request, usage = self._choices[0].request, self.usage()
@@ -251,6 +253,15 @@ class Exchange:
             elapsed_s=elapsed_s,
         )
         return usage
+
+
+def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
+    )
 
 
 class _Events:

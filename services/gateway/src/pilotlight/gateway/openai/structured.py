@@ -3,6 +3,7 @@ fields.
 """
 
 import json
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -19,6 +20,15 @@ from pilotlight.policy.request import Grammar, GrammarKind
 MAX_GRAMMAR_CHARS = 256 * 1024
 """As the engine takes them."""
 _OBJECT: dict[str, Any] = {"type": "object"}
+_GIVEN = attrgetter(
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_NOTHING_GIVEN = (None,) * 6
 _GUIDANCE = "x-guidance"
 """The member of a schema in which llguidance is told how its JSON is written."""
 
@@ -30,6 +40,8 @@ def grammar_of(request: CommonRequest) -> Grammar | None:
         BadRequest: more than one is asked for, or it is too long. Whether it can be used is found
             out where it is compiled.
     """
+    if _GIVEN(request) == _NOTHING_GIVEN:
+        return None
     guidance = _guidance(request)
     asked = [
         *_of_response_format(request, guidance),

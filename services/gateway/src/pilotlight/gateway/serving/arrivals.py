@@ -8,6 +8,7 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
 from pilotlight.common.messages.arrivals import Arrivals, arrivals_subject
 from pilotlight.common.service import Background
+from pilotlight.common.tallies import Tally
 from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.policy.arrivals import ArrivalCounters, CounterLife
 from pilotlight.policy.ids import GatewayId, ModelName
@@ -48,10 +49,11 @@ class ArrivalPublisher:
         self._counters = ArrivalCounters(clock.monotonic_s())
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._counted = Counter(
+        self._counted = Tally(
             "pilotlight_arrivals",
             "Requests that asked for tokens, whatever became of them.",
-            registry=registry,
+            (),
+            registry,
         )
         self._told = Counter(
             "pilotlight_arrival_messages",
@@ -66,7 +68,7 @@ class ArrivalPublisher:
     def arrived(self, model: ModelName) -> None:
         """Count a request."""
         self._counters.count(model, self._clock.monotonic_s())
-        self._counted.inc()
+        self._counted.add()
         self._changed.set()
 
     async def start(self) -> None:

@@ -80,6 +80,8 @@ class Fleet:
         self._roster = self.reports.roster
         self._instances: dict[InstanceId, Seen] = {}
         self._of_model: dict[ModelName, set[InstanceId]] = {}
+        self._serving: dict[ModelName, tuple[Seen, ...]] = {}
+        """As ``serving`` said last, until an instance of the model changes."""
         self._changed: list[Callable[[ModelName], None]] = []
         self._lost: list[Callable[[WorkerId, PilotlightError], None]] = []
         self._source_changed: list[Callable[[ModelName, Digest, PilotlightError], None]] = []
@@ -151,7 +153,12 @@ class Fleet:
 
     def serving(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that take requests."""
-        return tuple(seen for seen in self.instances(model) if seen.instance.state in SERVING)
+        known = self._serving.get(model)
+        if known is None:
+            known = tuple(seen for seen in self.instances(model) if seen.instance.state in SERVING)
+            if known:
+                self._serving[model] = known
+        return known
 
     def open(self, model: ModelName) -> tuple[Seen, ...]:
         """Instances of a model that are still loading and take requests already."""
@@ -226,6 +233,7 @@ class Fleet:
         before = self._instances.get(InstanceId(key))
         if shown is None:
             if before is not None:
+                self._serving.pop(before.instance.model, None)
                 del self._instances[InstanceId(key)]
                 self._of_model[before.instance.model].discard(InstanceId(key))
                 for callback in self._gone:
@@ -243,6 +251,7 @@ class Fleet:
             seen = replace(before, instance=instance)
         else:
             seen = Seen(instance, self._clock.monotonic_s(), shown.sent_s(self._clock))
+        self._serving.pop(instance.model, None)
         self._instances[instance.instance_id] = seen
         self._of_model.setdefault(instance.model, set()).add(instance.instance_id)
         if instance.state in SERVING:
@@ -287,7 +296,10 @@ class Fleet:
         """What an instance's lead says of it."""
         lead = self._roster.worker(instance.lead)
         held = lead.facts.held if lead is not None else ()
-        return next((stage for stage in held if stage.instance_id == instance.instance_id), None)
+        for stage in held:
+            if stage.instance_id == instance.instance_id:
+                return stage
+        return None
 
     def _fetched(self, nodes: Iterable[NodeId], digest: Digest) -> float | None:
         done = total = 0

@@ -2,8 +2,9 @@
 
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from pilotlight.common.tallies import Tally
 from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 
@@ -17,21 +18,11 @@ class Measures:
     """
 
     def __init__(self, registry: CollectorRegistry, queue: PendingQueue, relay: Relay) -> None:
-        self._requests = cache(
-            Counter(
-                "pilotlight_requests", "Finished requests.", ["model", "status"], registry=registry
-            ).labels
+        self._requests = Tally(
+            "pilotlight_requests", "Finished requests.", ["model", "status"], registry
         )
-        self._prompt = cache(
-            Counter(
-                "pilotlight_prompt_tokens", "Tokens of prompts.", ["model"], registry=registry
-            ).labels
-        )
-        self._output = cache(
-            Counter(
-                "pilotlight_output_tokens", "Tokens of answers.", ["model"], registry=registry
-            ).labels
-        )
+        self._prompt = Tally("pilotlight_prompt_tokens", "Tokens of prompts.", ["model"], registry)
+        self._output = Tally("pilotlight_output_tokens", "Tokens of answers.", ["model"], registry)
         self._first_token_s = cache(
             Histogram(
                 "pilotlight_first_token_seconds",
@@ -41,13 +32,11 @@ class Measures:
                 buckets=_SECONDS,
             ).labels
         )
-        self._first_tokens = cache(
-            Counter(
-                "pilotlight_first_tokens",
-                "First tokens, by whether they came within the TTFT target of their model's SLO.",
-                ["model", "met"],
-                registry=registry,
-            ).labels
+        self._first_tokens = Tally(
+            "pilotlight_first_tokens",
+            "First tokens, by whether they came within the TTFT target of their model's SLO.",
+            ["model", "met"],
+            registry,
         )
         held = Gauge(
             "pilotlight_held_requests", "Requests that wait for an instance.", registry=registry
@@ -78,12 +67,12 @@ class Measures:
             first_token_s: seconds to the first one; None: there was none.
             held: whether the request waited for an instance.
         """
-        self._requests(model, status).inc()
-        self._prompt(model).inc(prompt_tokens)
-        self._output(model).inc(output_tokens)
+        self._requests.add(model, status)
+        self._prompt.add(model, amount=prompt_tokens)
+        self._output.add(model, amount=output_tokens)
         if first_token_s is not None:
-            self._first_token_s(model, str(held).lower()).observe(first_token_s)
+            self._first_token_s(model, "true" if held else "false").observe(first_token_s)
 
     def first_token(self, model: str, *, met: bool) -> None:
         """Count a first token, which came in time or did not."""
-        self._first_tokens(model, str(met).lower()).inc()
+        self._first_tokens.add(model, "true" if met else "false")

@@ -94,14 +94,15 @@ class Attempt:
             PilotlightError: the attempt is lost, and every token that came before that has been
                 taken.
         """
-        self._arrived.clear()
-        fresh = self.log.fresh()
-        if fresh or self.log.finish is not None:
+        arrived, received = self._arrived, self.log
+        arrived.clear()
+        fresh = received.fresh()
+        if fresh or received.finish is not None:
             return fresh
         if self.error is not None:
             raise self.error
-        await self._arrived.wait(at_most_s)
-        return self.log.fresh()
+        await arrived.wait(at_most_s)
+        return received.fresh()
 
     async def news(self, at_most_s: float) -> bool:
         """Wait until ``next`` has something to say; False when ``at_most_s`` passed first."""

@@ -255,17 +255,19 @@ class _Life:
         """Every token of an attempt; whether the listener wants no more of them."""
         # What is there is taken before the end is looked at: all of it may have come before the
         # submit was answered.
-        while (
-            tokens := await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._time.left_s())))
-        ) or attempt.finish is None:
+        received = attempt.log
+        while True:
+            tokens = await attempt.next(min(PROGRESS_INTERVAL_S, max(0.0, self._time.left_s())))
             if tokens:
-                self._first_token(attempt, place)
-                self._output_ids.extend(token.token_id for token in tokens)
-                if await self.tell(Tokens(tokens, attempt.log.read)):
+                if not self._output_ids:
+                    self._first_token(attempt, place)
+                self._output_ids += [token.token_id for token in tokens]
+                if await self.tell(Tokens(tokens, received.read)):
                     return True
-            if attempt.finish is None and self._time.left_s() <= 0:
+            elif received.finish is not None:
+                return False
+            if received.finish is None and self._time.left_s() <= 0:
                 raise self._time.too_late(len(self._output_ids))
-        return False
 
     async def _submit(self, attempt: Attempt, route: Route) -> None:
         """Hand it to the worker; returns when it is accepted."""
@@ -382,9 +384,9 @@ class _Life:
 
     def _first_token(self, attempt: Attempt, place: Place) -> None:
         """Tell the scheduler of the end of a cold start."""
-        if self._output_ids:
-            return
         self._losses = 0
+        if not place.waited:
+            return
         request = self._request
         submitted = Submitted(
             request_id=request.request_id, arrived_s=request.arrived_s, accepted_s=self._accepted_s

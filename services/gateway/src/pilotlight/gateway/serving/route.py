@@ -9,6 +9,7 @@ reported, and instances that have just refused one. A read of the view is advice
 answer to the submit decides.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,7 +31,8 @@ _UNUSABLE = frozenset({HeldState.DRAINING, HeldState.FAILED, HeldState.EVICTED})
 @dataclass(slots=True)
 class _Load:
     unconfirmed: int = 0
-    accepted_at_s: list[float] = field(default_factory=list[float])
+    accepted_at_s: deque[float] = field(default_factory=deque[float])
+    """Of late, the oldest first."""
     avoid_until_s: float = 0.0
     handed_tokens: int = 0
     """Of the requests that it was given while it loads."""
@@ -155,11 +157,16 @@ class Router:
 
     def sent(self, instance_id: InstanceId) -> None:
         """A submit is under way."""
-        self._loads.setdefault(instance_id, _Load()).unconfirmed += 1
+        load = self._loads.get(instance_id)
+        if load is None:
+            load = self._loads[instance_id] = _Load()
+        load.unconfirmed += 1
 
     def answered(self, instance_id: InstanceId, *, accepted: bool) -> None:
         """A submit is no longer under way."""
-        load = self._loads.setdefault(instance_id, _Load())
+        load = self._loads.get(instance_id)
+        if load is None:
+            load = self._loads[instance_id] = _Load()
         load.unconfirmed -= 1
         if accepted:
             load.accepted_at_s.append(self._clock.monotonic_s())
@@ -185,16 +192,15 @@ class Router:
         facts = self._fleet.worker(instance.lead)
         if facts is None or facts.liveness is not Liveness.ALIVE or not facts.engine_up:
             return None
-        if any(
-            held.instance_id == instance.instance_id and held.state in _UNUSABLE
-            for held in facts.held
-        ):
-            return None
-        load = self._loads.get(instance.instance_id, _Load())
+        instance_id = instance.instance_id
+        for held in facts.held:
+            if held.instance_id == instance_id and held.state in _UNUSABLE:
+                return None
+        load = self._loads.get(instance_id) or _Load()
         now_s = self._clock.monotonic_s()
         if load.unconfirmed >= MAX_UNCONFIRMED or now_s < load.avoid_until_s:
             return None
-        load.accepted_at_s = [
-            at_s for at_s in load.accepted_at_s if now_s - at_s < UNREPORTED_FOR_S
-        ]
-        return expected_wait_s(facts, load.unconfirmed + len(load.accepted_at_s), needed_tokens)
+        accepted_at_s = load.accepted_at_s
+        while accepted_at_s and now_s - accepted_at_s[0] >= UNREPORTED_FOR_S:
+            accepted_at_s.popleft()
+        return expected_wait_s(facts, load.unconfirmed + len(accepted_at_s), needed_tokens)

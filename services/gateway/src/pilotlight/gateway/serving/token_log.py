@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+import msgspec
+
 from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.policy.request import FinishReason
 
 
-class Token(NamedTuple):
-    """One output token, and its log probability when it was asked for."""
+class Token(msgspec.Struct, frozen=True, gc=False):
+    """One output token, and its log probability when it was asked for.
+
+    A struct, whose making calls no Python: there are more of these than of anything else.
+    """
 
     token_id: int
     logprob: float | None = None

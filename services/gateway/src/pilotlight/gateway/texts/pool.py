@@ -120,9 +120,14 @@ class HelperPool:
             QueueFull: too much waits already, or it waited for too long.
             HelperLost: the helper ended before it answered.
         """
-        waiting = self._queued(job, owner, model, give)
+        waiting = self._made(job, owner, model, give)
         number = waiting.lane.number
-        self._dispatch()
+        if self._waiting or not self._begun(waiting):
+            self._queue(waiting)
+            self._dispatch()
+        if number not in self._waiting:
+            # It has begun: its helper has a deadline.
+            return await waiting.answer
         loop = asyncio.get_running_loop()
         late = loop.call_later(MAX_WAIT_S, self._refuse, waiting)
         try:
@@ -137,10 +142,11 @@ class HelperPool:
             words = f"no process could prepare this prompt within {MAX_WAIT_S:g} s"
             waiting.answer.set_exception(QueueFull(words, retry_after_s=RETRY_AFTER_S))
 
-    def _queued(self, job: Job, owner: str, model: str, give: Give | None) -> TextJob:
+    def _made(self, job: Job, owner: str, model: str, give: Give | None) -> TextJob:
         data = encoded(job)
         long = len(data) > LONG_BYTES or isinstance(job, (Make, Describe))
-        queued = TextJob(
+        self._numbers += 1
+        return TextJob(
             lane=LaneJob(
                 number=self._numbers,
                 owner=owner,
@@ -154,36 +160,56 @@ class HelperPool:
             cpu_s=self._bounds.long_cpu_s if long else self._bounds.short_cpu_s,
             give_cpu_s=self._bounds.long_cpu_s if give is not None else 0.0,
         )
-        if not admit_job(self._waiting.load(owner), self._limits, self._waiting.size_bytes(queued)):
+
+    def _queue(self, job: TextJob) -> None:
+        load = self._waiting.load(job.lane.owner)
+        if not admit_job(load, self._limits, self._waiting.size_bytes(job)):
             raise QueueFull(
                 f"{len(self._waiting)} prompts with {self._waiting.bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._numbers += 1
-        self._waiting.add(queued)
-        return queued
+        self._waiting.add(job)
+
+    def _begun(self, job: TextJob) -> bool:
+        """Where nothing waits: whether it could begin at once."""
+        self._let_go()
+        if not self._idle or self._next([job.lane]) is None:
+            return False
+        self._begin(job)
+        return True
 
     def _dispatch(self) -> None:
-        gone = [helper for helper in self._idle if helper.gone]
-        for helper in gone:
-            self._idle.remove(helper)
-            self._spawner.spawn("bury a text helper", helper.kill())
-            self._lost.set()
+        if not self._waiting:
+            return
+        self._let_go()
         while self._idle and self._waiting:
-            running = [each.job.lane for each in self._running.values()]
-            chosen = next_job(self._waiting.heads(), running, self._bounds.helpers)
+            chosen = self._next(self._waiting.heads())
             if chosen is None:
                 return
             job = self._waiting.pop(chosen.number)
             assert job is not None
-            self._now_turn = max(self._now_turn, chosen.turn)
-            helper = next(
-                (one for one in reversed(self._idle) if chosen.model in one.held), self._idle[-1]
-            )
-            self._idle.remove(helper)
-            self._begin(job, helper)
+            self._begin(job)
 
-    def _begin(self, job: TextJob, helper: HelperProcess) -> None:
+    def _let_go(self) -> None:
+        """Of idle helpers that have ended."""
+        for helper in [*self._idle]:
+            if not helper.line.gone:
+                continue
+            self._idle.remove(helper)
+            self._spawner.spawn("bury a text helper", helper.kill())
+            self._lost.set()
+
+    def _next(self, waiting: list[LaneJob]) -> LaneJob | None:
+        running = [each.job.lane for each in self._running.values()]
+        return next_job(waiting, running, self._bounds.helpers)
+
+    def _begin(self, job: TextJob) -> None:
+        self._now_turn = max(self._now_turn, job.lane.turn)
+        helper = self._idle[-1]
+        if job.lane.model not in helper.held:
+            holders = (one for one in reversed(self._idle) if job.lane.model in one.held)
+            helper = next(holders, helper)
+        self._idle.remove(helper)
         deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
         late = asyncio.get_running_loop().call_later(deadline_s, self._end, job, helper, deadline_s)
         self._running[job.lane.number] = _Running(job, helper, late)

@@ -169,13 +169,16 @@ class _Line(asyncio.Protocol):
         self._got = bytearray()
 
     def data_received(self, data: bytes) -> None:
-        self._got += data
-        if len(self._got) < HEADER_BYTES:
+        got: bytes | bytearray = data
+        if self._got:
+            self._got += data
+            got = self._got
+        length, worked_s = header_of(got[:HEADER_BYTES]) if len(got) >= HEADER_BYTES else (0, 0.0)
+        if len(got) < HEADER_BYTES + length:
+            if got is data:
+                self._got += data
             return
-        length, worked_s = header_of(self._got[:HEADER_BYTES])
-        if len(self._got) < HEADER_BYTES + length:
-            return
-        answer = bytes(self._got[HEADER_BYTES : HEADER_BYTES + length])
+        answer = bytes(got[HEADER_BYTES : HEADER_BYTES + length])
         self._got.clear()
         self.worked_s = worked_s
         try:
@@ -203,7 +206,7 @@ class HelperProcess:
         self.held: set[str] = set()
         """Bundles that it was given; it may have dropped some."""
         self._transport = transport
-        self._line = line
+        self.line = line
 
     @classmethod
     async def start(cls, launcher: Launcher) -> "HelperProcess":
@@ -238,21 +241,16 @@ class HelperProcess:
             raise
         return cls(launched, transport, line)
 
-    @property
-    def gone(self) -> bool:
-        """It has ended, though it had no job."""
-        return self._line.gone
-
     def begin(self, frames: list[bytes], heard: Heard) -> None:
         """Hand it a job. ``heard`` is called once, also where it ends before it answers; then
         ``lost`` says why.
         """
-        self._line.heard = heard
+        self.line.heard = heard
         try:
             self._transport.writelines(frames)
         except (OSError, RuntimeError) as error:
             # RuntimeError where uvloop has closed the socket.
-            self._line.connection_lost(OSError(str(error)))
+            self.line.connection_lost(OSError(str(error)))
 
     async def ask(self, frames: list[bytes], deadline_s: float) -> Reply:
         """Have a job done.
@@ -283,7 +281,7 @@ class HelperProcess:
 
     async def late(self, deadline_s: float) -> HelperLost:
         """End one that has not answered in time; what is to be said of it."""
-        worked_s = _worked_s(self.launched.process.pid) - self._line.worked_s
+        worked_s = _worked_s(self.launched.process.pid) - self.line.worked_s
         await self.kill()
         return HelperLost(
             f"it took more than {deadline_s:g} s, and worked for {worked_s:g} s of them",
@@ -305,7 +303,7 @@ class HelperProcess:
 
     def hear_no_more(self) -> None:
         """An answer that comes now comes too late."""
-        self._line.heard = None
+        self.line.heard = None
 
     async def kill(self) -> None:
         """End it, whatever it does."""

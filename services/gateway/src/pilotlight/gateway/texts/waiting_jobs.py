@@ -88,6 +88,8 @@ class WaitingJobs:
 
     def latest_of(self, owner: str) -> list[LaneJob]:
         """The last of each of an owner's groups."""
+        if not self._groups:
+            return []
         return [
             next(reversed(jobs.values())).lane
             for group, jobs in self._groups.items()
@@ -109,15 +111,20 @@ class WaitingJobs:
 
     def size_bytes(self, job: TextJob) -> int:
         """What it would add."""
-        new = job.give is not None and job.give.digest not in self._gives
-        return len(job.data) + (len(job.give.bundle) if job.give is not None and new else 0)
+        if job.give is None:
+            return len(job.data)
+        new = job.give.digest not in self._gives
+        return len(job.data) + (len(job.give.bundle) if new else 0)
 
     def add(self, job: TextJob) -> None:
         """It waits."""
-        number, owner = job.lane.number, job.lane.owner
+        number, owner, key = job.lane.number, job.lane.owner, job.group
         self._all_bytes += self.size_bytes(job)
-        self._groups.setdefault(job.group, OrderedDict())[number] = job
-        self._group_of[number] = job.group
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = OrderedDict()
+        group[number] = job
+        self._group_of[number] = key
         self._jobs[owner] += 1
         self._bytes[owner] += len(job.data)
         if job.give is not None:

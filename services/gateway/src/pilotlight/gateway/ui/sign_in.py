@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from pilotlight.common.errors import BadRequest, Forbidden, Unauthorized
-from pilotlight.gateway.edge.http import read_body
+from pilotlight.gateway.edge.reading import read_body
 from pilotlight.gateway.records.audit import Actor, AuditLog
 from pilotlight.gateway.sessions import COOKIE, SESSION_S, Sessions
 from pilotlight.gateway.ui.door import MOUNTED_AT, SIGN_IN
