@@ -79,9 +79,9 @@ class Both:
         stage.ready = not stage.ready
 
     def step(self, number: int) -> None:
-        for key, request in self.requests.batch(AT_MOST):
-            if self.requests.advance(key, request).finish is not None:
-                del self.plain[key]
+        for given in self.requests.advance(self.requests.batch(AT_MOST)):
+            if given.finish is not None:
+                del self.plain[RequestKey(given.request_id, given.attempt)]
 
     def expire(self, number: int) -> None:
         self.requests.expire(float(number))

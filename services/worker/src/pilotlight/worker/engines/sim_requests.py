@@ -139,14 +139,19 @@ class SimRequests:
         """Tokens of all requests."""
         return sum(self._held_tokens.values())
 
-    def advance(self, key: RequestKey, request: SimRequest) -> Produced:
-        """The next token of a request, and its end if it is the last one."""
-        instance_id = request.run.instance_id
-        produced = request.advance(self._stages[instance_id].model.spec)
-        self._held_tokens[instance_id] += len(produced.token_ids)
-        if produced.finish is not None:
-            self.leave(key)
-        return produced
+    def advance(self, batch: Batch) -> list[Produced]:
+        """The next token of each that is still here, and its end if it is the last one."""
+        given: list[Produced] = []
+        for key, request in batch:
+            if key not in self._requests:
+                continue
+            instance_id = request.run.instance_id
+            produced = request.advance(self._stages[instance_id].model.spec)
+            self._held_tokens[instance_id] += len(produced.token_ids)
+            if produced.finish is not None:
+                self.leave(key)
+            given.append(produced)
+        return given
 
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
         """End a request that is here.
