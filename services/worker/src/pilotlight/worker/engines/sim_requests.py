@@ -132,7 +132,7 @@ class SimRequests:
     @property
     def kv_capacity_tokens(self) -> int:
         """Room of the stages that are loaded."""
-        return sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
+        return sum([stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready])
 
     @property
     def kv_used_tokens(self) -> int:
@@ -142,12 +142,14 @@ class SimRequests:
     def advance(self, batch: Batch) -> list[Produced]:
         """The next token of each that is still here, and its end if it is the last one."""
         given: list[Produced] = []
+        requests, stages, held_tokens = self._requests, self._stages, self._held_tokens
         for key, request in batch:
-            if key not in self._requests:
+            if key not in requests:
                 continue
             instance_id = request.run.instance_id
-            produced = request.advance(self._stages[instance_id].model.spec)
-            self._held_tokens[instance_id] += len(produced.token_ids)
+            produced = request.advance(stages[instance_id].model.spec)
+            if produced.token_ids:
+                held_tokens[instance_id] += 1
             if produced.finish is not None:
                 self.leave(key)
             given.append(produced)
