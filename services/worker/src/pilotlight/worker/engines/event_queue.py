@@ -23,12 +23,21 @@ class EventQueue:
         self._news = Flag()
         self._room = Signal()
 
-    async def put(self, event: Timed[EngineEvent]) -> None:
-        """Say something, when there is room."""
-        while len(self._said) >= self._at_most:
-            await self._room.wait()
+    @property
+    def has_room(self) -> bool:
+        """What is put now has not to wait."""
+        return len(self._said) < self._at_most
+
+    def put_now(self, event: Timed[EngineEvent]) -> None:
+        """Say something, where there is room."""
         self._said.append(event)
         self._news.set()
+
+    async def put(self, event: Timed[EngineEvent]) -> None:
+        """Say something, when there is room."""
+        while not self.has_room:
+            await self._room.wait()
+        self.put_now(event)
 
     def end(self) -> None:
         """What was not heard yet is forgotten, and there is nothing more."""

@@ -33,7 +33,6 @@ from pilotlight.common.messages.engine import (
     StageRefused,
     StageResized,
     StageUnloaded,
-    StepDone,
     UnloadStage,
 )
 from pilotlight.common.messages.pipelines import (
@@ -56,16 +55,11 @@ from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.sim_request import SimRequest
 from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
+from pilotlight.worker.engines.sim_steps import MAX_BATCH, NO_TIME_S, SimSteps
 from pilotlight.worker.engines.sim_tokens import SimTokens
 
-MAX_BATCH = 64
-"""Requests that advance in one step; the others wait."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the engine waits."""
-NO_TIME_S = 1e-6
-"""A step that takes less takes no time."""
-TOKENS_AT_ONCE = 64
-"""Of steps that take no time, one after the other: then others have their turn."""
 SIM_PORT = 1
 """Where a simulated engine says that it listens: nothing connects to it."""
 NO_GRAMMAR = (
@@ -95,8 +89,7 @@ class SimEngine:
         self._requests = SimRequests(self._stages)
         self._wake = asyncio.Event()
         self._turning: asyncio.Task[None] | None = None
-        self._tokens_at_once = 0
-        """Of steps, since others had their turn."""
+        self._steps = SimSteps(self._requests, self._events, clock)
 
     @property
     def alive(self) -> bool:
@@ -335,36 +328,16 @@ class SimEngine:
         )
         if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
             await self._faults.delay("prefill")
+        seconds = step_s(self._speed, prompt_tokens) if batch else 0.0
         if batch:
-            await self._take(step_s(self._speed, prompt_tokens), len(batch))
+            await self._steps.pass_time(seconds, len(batch))
         for request in fresh:
             await self._first(request, start_s)
-        # Not of those that were aborted while time passed.
-        produced = requests.advance(batch)
-        waiting = requests.waiting(MAX_BATCH)
-        used_tokens = requests.kv_used_tokens
-        step = StepDone(
-            produced=(*requests.take_ended(), *produced),
-            waiting=waiting,
-            running=len(requests) - waiting,
-            kv_free_tokens=max(0, requests.kv_capacity_tokens - used_tokens),
-            step_time_s=self._clock.monotonic_s() - start_s,
-            kv_used_tokens=used_tokens,
-            batch_tokens=prompt_tokens + len(batch) - len(fresh),
-        )
+        step = self._steps.end(batch, prompt_tokens, len(fresh), start_s)
         # Of first tokens it matters when they were there.
         await self._events.put(Timed(step, moment_of(self._clock) if fresh else None))
-
-    async def _take(self, seconds: float, tokens: int) -> None:
-        """Let a step's time pass.
-
-        Others have their turn meanwhile. Steps that take no time are many before they do: as an
-        engine in a process of its own, one that is so fast has said much when it is heard next.
-        """
-        self._tokens_at_once += tokens
-        if seconds >= NO_TIME_S or self._tokens_at_once >= TOKENS_AT_ONCE:
-            self._tokens_at_once = 0
-            await pause(seconds if seconds >= NO_TIME_S else 0.0)
+        if seconds < NO_TIME_S:
+            self._steps.again(batch)
 
     async def _first(self, request: SimRequest, start_s: float) -> None:
         run, stage = request.run, self._stages.get(request.run.instance_id)

@@ -73,7 +73,7 @@ class SimRequests:
 
         The first one of a stage does in any case, and none overtakes one that has no room.
         """
-        if self._all_fit(at_most):
+        if self.all_fit(at_most):
             return list(self._requests.items())
         left = {
             instance_id: stage.kv_capacity_tokens for instance_id, stage in self._stages.items()
@@ -94,9 +94,10 @@ class SimRequests:
 
     def waiting(self, at_most: int) -> int:
         """How many the next batch leaves out."""
-        return 0 if self._all_fit(at_most) else len(self) - len(self.batch(at_most))
+        return 0 if self.all_fit(at_most) else len(self) - len(self.batch(at_most))
 
-    def _all_fit(self, at_most: int) -> bool:
+    def all_fit(self, at_most: int) -> bool:
+        """Every request advances with the next batch."""
         if len(self._requests) > at_most:
             return False
         for instance_id, tokens in self._held_tokens.items():
