@@ -33,6 +33,10 @@ class Post:
         self._waiting: defaultdict[WorkerId, _ForWorker] = defaultdict(_ForWorker)
         self._due: asyncio.TimerHandle | None = None
 
+    def __len__(self) -> int:
+        """Workers that have to be told something."""
+        return len(self._waiting)
+
     def acknowledge(self, worker_id: WorkerId, *entries: AckEntry) -> None:
         """Tell a worker what has arrived."""
         self._waiting[worker_id].acks += entries
