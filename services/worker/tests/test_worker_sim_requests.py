@@ -79,9 +79,9 @@ class Both:
         stage.ready = not stage.ready
 
     def step(self, number: int) -> None:
-        for key, request in self.requests.batch(AT_MOST):
-            if self.requests.advance(key, request).finish is not None:
-                del self.plain[key]
+        for one in self.requests.advance(self.requests.batch(AT_MOST)):
+            if one.finish is not None:
+                del self.plain[RequestKey(one.request_id, one.attempt)]
 
     def expire(self, number: int) -> None:
         self.requests.expire(float(number))

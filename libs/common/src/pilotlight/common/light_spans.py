@@ -5,9 +5,11 @@ its beginning and its attributes, and becomes a finished one of OpenTelemetry's 
 """
 
 import random
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
+from types import TracebackType
 from typing import ClassVar
 
 from opentelemetry import context as otel_context
@@ -19,6 +21,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, S
 from opentelemetry.util.types import Attributes, AttributeValue
 
 _bits = random.Random().getrandbits
+_unsampled = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-0[02]").fullmatch
 
 
 class LightSpan(NonRecordingSpan):
@@ -100,10 +103,73 @@ def detach(tokens: Tokens) -> None:
     LightSpan.current.reset(hidden)
 
 
+class Joined:
+    """Makes a trace context current, without a span; None changes nothing."""
+
+    __slots__ = ("_parent", "_tokens")
+
+    def __init__(self, parent: Context | None) -> None:
+        self._parent = parent
+        self._tokens: Tokens | None = None
+
+    def __enter__(self) -> Span:
+        if self._parent is not None:
+            self._tokens = attach(self._parent)
+        return trace.INVALID_SPAN
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._tokens is not None:
+            detach(self._tokens)
+
+
+class Around:
+    """Makes a light span current around its body: of a trace that began elsewhere, as most of what
+    is served.
+    """
+
+    __slots__ = ("_on_failure", "_span", "_token")
+
+    def __init__(
+        self, light: LightSpan, on_failure: Callable[[LightSpan, Exception], None]
+    ) -> None:
+        """``on_failure`` hears of an error that leaves the body."""
+        self._span, self._on_failure = light, on_failure
+
+    def __enter__(self) -> Span:
+        self._token = LightSpan.current.set(self._span)
+        return self._span
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        LightSpan.current.reset(self._token)
+        if isinstance(error, Exception):
+            self._on_failure(self._span, error)
+
+
 def current_span(context: Context | None = None) -> Span:
     """The span of a context; None: the one that is current here."""
     light = LightSpan.current.get() if context is None else None
     return trace.get_current_span(context) if light is None else light
+
+
+def unsampled_context(traceparent: str) -> SpanContext | None:
+    """What a W3C context says of a trace that is not sampled; None for any other, and for one that
+    is not valid.
+    """
+    said = _unsampled(traceparent)
+    if said is None:
+        return None
+    context = SpanContext(int(said[1], 16), int(said[2], 16), is_remote=True)
+    return context if context.is_valid else None
 
 
 def _context(trace_id: int) -> SpanContext:

@@ -14,6 +14,7 @@ from pilotlight.common.errors import InternalError, PilotlightError, QueueFull
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.nats_subscription import BusSubscription
 from pilotlight.common.telemetry import server_span
+from pilotlight.common.waiting import Begun
 
 log = structlog.get_logger()
 
@@ -56,32 +57,50 @@ class Answers(Generic[Req]):
         self._subject = subject
         self._request_type = request_type
         self._handler = handler
+        self._span_name = f"serve {subject_family(subject)}"
+
+    def at_once(self, subscribed: BusSubscription) -> Callable[[Msg], bool]:
+        """What takes the requests of a subscription as they are read, while not too many are under
+        way; their tasks are the subscription's.
+        """
+        tasks, name = subscribed.tasks, f"serve {self._subject}"
+
+        def take(msg: Msg) -> bool:
+            if len(tasks) >= MAX_CONCURRENT_REQUESTS:
+                return False
+            task = asyncio.create_task(self._answer(msg), name=name)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return True
+
+        return take
 
     def to(self, subscribed: BusSubscription) -> Callable[[Msg], Awaitable[None]]:
-        """What takes the requests of a subscription; their tasks are the subscription's."""
+        """What takes the requests of a subscription that come when it is new, or are too many."""
+        take = self.at_once(subscribed)
 
         async def on_message(msg: Msg) -> None:
-            if len(subscribed.tasks) >= MAX_CONCURRENT_REQUESTS:
+            if not take(msg):
+                under_way = len(subscribed.tasks)
                 await self._reply_error(
-                    msg,
-                    QueueFull(f"{self._subject} has {len(subscribed.tasks)} requests under way"),
+                    msg, QueueFull(f"{self._subject} has {under_way} requests under way")
                 )
-                return
-            task = asyncio.create_task(self._answer(msg), name=f"serve {self._subject}")
-            subscribed.tasks.add(task)
-            task.add_done_callback(subscribed.tasks.discard)
 
         return on_message
 
     async def _answer(self, msg: Msg) -> None:
         subject = self._subject
         deadline_s = _deadline_s(msg)
-        deadline = asyncio.timeout(deadline_s)
+        deadline: asyncio.Timeout | None = None
         try:
-            with server_span(f"serve {subject_family(subject)}", msg.headers):
+            with server_span(self._span_name, msg.headers):
                 request = decode_json(msg.data, self._request_type)
-                async with deadline:
-                    reply = await self._handler(request)
+                begun = Begun(self._handler(request))
+                if begun.ended:
+                    reply = begun.result()
+                else:
+                    async with (deadline := asyncio.timeout(deadline_s)):
+                        reply = await begun
                 data = self._fitting(encode_json(reply))
             await self._client.publish(msg.reply, data)
         except PilotlightError as error:
@@ -89,7 +108,7 @@ class Answers(Generic[Req]):
         except nats.errors.Error as error:
             log.warning("reply lost", action="bus_reply_failed", subject=subject, error=str(error))
         except Exception as error:  # the requester must hear of a bug at once, not by its deadline
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if isinstance(error, TimeoutError) and deadline is not None and deadline.expired():
                 # The requester has given up at the same moment: no answer is awaited.
                 log.warning(
                     "request outlived its deadline",

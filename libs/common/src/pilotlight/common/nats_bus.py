@@ -31,7 +31,7 @@ from pilotlight.common.messages.codec import (
     encode_msgpack,
 )
 from pilotlight.common.nats_answers import DEADLINE_HEADER, ERROR_HEADER, RETRY_HEADER, Answers
-from pilotlight.common.nats_client import KeptClient
+from pilotlight.common.nats_client import AtOnce, KeptClient
 from pilotlight.common.nats_subscription import BusSubscription, hear
 from pilotlight.common.pulse import Pulse
 from pilotlight.common.settings import BusSettings
@@ -190,8 +190,9 @@ class NatsBus:
     ) -> Subscription:
         subscribed = BusSubscription(self._subscriptions)
         answers = Answers(self._client, self._fitting, subject, request_type, handler)
-        on_message = answers.to(subscribed)
-        return await self._subscribe(subject, queue, on_message, subscribed)
+        return await self._subscribe(
+            subject, queue, answers.to(subscribed), subscribed, answers.at_once(subscribed)
+        )
 
     async def subscribe(
         self,
@@ -262,16 +263,20 @@ class NatsBus:
         queue: str,
         on_message: Callable[[Msg], Awaitable[None]],
         subscribed: "BusSubscription",
+        take: AtOnce | None = None,
     ) -> "BusSubscription":
+        """``take`` takes messages as they are read; those that it leaves go to ``on_message``."""
         client: Any = self._client
         try:
-            subscribed.subscription = await client.subscribe(
+            subscription = subscribed.subscription = await client.subscribe(
                 self._prefix + subject,
                 queue=queue,
                 cb=on_message,
                 pending_msgs_limit=MAX_QUEUED_NOTIFICATIONS,
                 pending_bytes_limit=MAX_QUEUED_BYTES,
             )
+            if take is not None:
+                self._client.at_once(subscription, take)
             # A round trip, so that a client that hears that we serve finds us serving.
             await self._pulse.round_trip(SUBSCRIBE_DEADLINE_S)
         except (nats.errors.Error, TimeoutError, OSError) as error:

@@ -6,13 +6,18 @@ then cut off for good while the server is well. uvloop brings that about, for it
 a closed connection with RuntimeError where asyncio says ConnectionResetError. So the tasks have an
 owner here, by overriding them: nats-py has no other place for that.
 
-An answer goes straight to the request that waits for it. nats-py has it pass a queue and a task,
-and the request wait with a second future: together twice the work of all else that a request does.
+What is short here is done for every request of a client. An answer goes straight to the request
+that waits for it: nats-py has it pass a queue and a task, and the request wait with a second
+future. So does a request of a served subject go to what answers it (``at_once``). What is
+published in one turn of the loop is written in the next one, together; nats-py has a queue, a
+future and a task for that. Where the server does not keep up, and around a break, everything goes
+its way, which waits.
 """
 
 import asyncio
 import itertools
 import random
+import re
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +26,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 from nats.protocol.parser import PERMISSIONS_ERR
 
@@ -29,7 +35,13 @@ from pilotlight.common.waiting import Backoff, pause
 log = structlog.get_logger()
 
 CLOSE_DEADLINE_S = 2.0
+WRITTEN_SOON_BYTES = 64 * 1024
+"""Published, and not sent yet: with more, the longer way is taken."""
 _BACKOFF = Backoff(first_s=0.05, limit_s=1.0)
+_blank = re.compile(r"[ \t\r\n]").search
+_HEAD = b"NATS/1.0\r\n"
+AtOnce = Callable[[Msg], bool]
+"""Takes a message, or leaves it to its subscription."""
 
 
 class _Lost(nats.errors.Error):
@@ -53,9 +65,17 @@ class _Connection(TcpTransport):
         with _closed_is_lost():
             super().write(payload)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Written, and still here."""
+        writer = self._io_writer
+        return 0 if writer is None else writer.transport.get_write_buffer_size()
+
     def writelines(self, payload: Any) -> None:
-        with _closed_is_lost():
+        try:
             super().writelines(payload)
+        except (RuntimeError, AttributeError) as error:
+            raise _Closed(f"the connection is closed: {error}") from error
 
     async def drain(self) -> None:
         with _closed_is_lost():
@@ -79,6 +99,10 @@ class KeptClient(Client):
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[Msg]] = {}
         """Requests that wait for an answer, by the last token of its subject."""
+        self._writes_soon = False
+        """``_write_pending`` runs in the next turn."""
+        self._at_once: dict[int, AtOnce] = {}
+        """What takes messages of a subscription, by its number."""
 
     def abandon(self) -> None:
         """Give up the connection as it is."""
@@ -100,6 +124,74 @@ class KeptClient(Client):
             )
         finally:
             self.abandon()
+
+    def at_once(self, subscription: Subscription, take: AtOnce) -> None:
+        """From now on have a subscription's messages taken as they are read.
+
+        ``take`` must not wait, and says whether it took a message; one that it leaves goes to the
+        subscription's callback.
+        """
+        known: Any = subscription
+        self._at_once[known._id] = take
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        reply: str = "",
+        headers: dict[str, Any] | None = None,
+    ) -> None:
+        if not self._publish_soon(subject, payload, reply, headers):
+            await super().publish(subject, payload, reply, headers)
+
+    def _publish_soon(
+        self, subject: str, payload: bytes, reply: str, headers: dict[str, Any] | None
+    ) -> bool:
+        """Have a message written in the next turn of the loop; False where it has to go the longer way: for that it must wait, or be
+        refused.
+        """
+        connection = self._transport
+        if (
+            self._status != Client.CONNECTED
+            or not isinstance(connection, _Connection)
+            or len(payload) > self._max_payload
+            or not subject
+            or _blank(subject)
+            or _blank(reply)
+            or self._pending_data_size + connection.unsent_bytes > WRITTEN_SOON_BYTES
+        ):
+            return False
+        if headers is None:
+            head = f"PUB {subject} {reply} {len(payload)}\r\n".encode()
+        else:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+            if not lines.count("\r") == lines.count("\n") == len(headers):
+                return False
+            told = f"NATS/1.0\r\n{lines}\r\n".encode()
+            sizes = f"{len(told)} {len(told) + len(payload)}"
+            head = f"HPUB {subject} {reply} {sizes}\r\n".encode() + told
+        command = b"%b%b\r\n" % (head, payload)
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self._writes_soon:
+            self._writes_soon = True
+            asyncio.get_running_loop().call_soon(self._write_pending)
+        return True
+
+    def _write_pending(self) -> None:
+        """Write what was published; what cannot be stays for the next connection."""
+        self._writes_soon = False
+        connection = self._transport
+        if not self.is_connected or not isinstance(connection, _Connection):
+            return
+        try:
+            connection.writelines(self._pending)
+        except OSError:
+            # The task that writes finds the same, and has the client reconnect.
+            if self._flush_queue is not None and self._flush_queue.empty():
+                self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+            return
+        self._pending, self._pending_data_size = [], 0
 
     async def _request_new_style(
         self,
@@ -129,15 +221,27 @@ class KeptClient(Client):
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
+        parts: Any = self
+        take = self._at_once.get(sid)
+        if (
+            take is not None
+            and sid in self._subs
+            and (not headers or headers.startswith(_HEAD))
+            and take(parts._build_message(sid, subject, reply, data, _told(headers)))
+        ):
+            return
         answers = self._resp_sub_prefix
         if answers is None or not subject.startswith(bytes(answers)):
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        parts: Any = self
         told: Any = await parts._process_headers(headers)
         answer = self._asked.get(subject[len(answers) :].decode())
         if answer is not None and not answer.done():
             answer.set_result(parts._build_message(sid, subject, reply, data, told))
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._at_once.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
 
     async def _connect_to_server(self, s: Srv) -> None:
         if self._transport is None and s.uri.scheme not in ("ws", "wss"):
@@ -190,6 +294,16 @@ class KeptClient(Client):
         error = _Lost("nats: " + err_msg.strip("'"))
         await self._error_cb(error)
         await self._process_op_err(error)
+
+
+def _told(headers: bytes) -> dict[str, str] | None:
+    """Headers as ``publish`` writes them; None where there are none."""
+    told: dict[str, str] = {}
+    for line in headers[len(_HEAD) :].decode(errors="replace").split("\r\n") if headers else ():
+        name, colon, value = line.partition(":")
+        if colon:
+            told[name] = value.strip()
+    return told or None
 
 
 def _too_late(answer: "asyncio.Future[Msg]") -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
+from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -30,7 +31,16 @@ from opentelemetry.util.types import Attributes, AttributeValue
 from prometheus_client import CollectorRegistry, Counter
 
 from pilotlight.common.errors import PilotlightError
-from pilotlight.common.light_spans import LightSpan, Tokens, attach, current_span, detach
+from pilotlight.common.light_spans import (
+    Around,
+    Joined,
+    LightSpan,
+    Tokens,
+    attach,
+    current_span,
+    detach,
+    unsampled_context,
+)
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
@@ -237,10 +247,14 @@ def server_span(
     With ``record=False`` the trace context becomes current and there is no span: for what happens
     often.
     """
+    if record and headers and _telemetry.tracer is not None:
+        remote = unsampled_context(headers.get(_TRACEPARENT, ""))
+        if remote is not None:
+            return Around(LightSpan(name, SpanKind.SERVER, remote, None), _keep_failed)
     parent = _context_of(headers)
     if record:
         return _Spanned(name, SpanKind.SERVER, parent, None)
-    return _Current(parent)
+    return Joined(parent)
 
 
 def begin_span(name: str, traceparent: str, **attributes: AttributeValue) -> Span | None:
@@ -278,6 +292,8 @@ def current_traceparent(*, keep: bool = False) -> str:
     light = LightSpan.current.get()
     if light is not None:
         return light.traceparent[:-2] + "01" if keep else light.traceparent
+    if not otel_context.get_current():
+        return ""
     current = current_span()
     if isinstance(current, LightSpan) and not keep:
         return current.traceparent
@@ -286,30 +302,6 @@ def current_traceparent(*, keep: bool = False) -> str:
         return ""
     flags = context.trace_flags | (TraceFlags.SAMPLED if keep else 0)
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
-
-
-class _Current:
-    """Makes a trace context current, without a span; None changes nothing."""
-
-    __slots__ = ("_parent", "_tokens")
-
-    def __init__(self, parent: Context | None) -> None:
-        self._parent = parent
-        self._tokens: Tokens | None = None
-
-    def __enter__(self) -> Span:
-        if self._parent is not None:
-            self._tokens = attach(self._parent)
-        return trace.INVALID_SPAN
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._tokens is not None:
-            detach(self._tokens)
 
 
 class _Spanned:
@@ -366,15 +358,23 @@ class _Spanned:
             detach(self._tokens)
         if self._light_token is not None:
             LightSpan.current.reset(self._light_token)
-        provider = _telemetry.provider
         if error is None and type(self._span) is LightSpan:
             return
         if isinstance(error, Exception):
-            code = error.code if isinstance(error, PilotlightError) else type(error).__name__
-            if isinstance(self._span, LightSpan) and provider is not None:
-                _telemetry.finished.on_end(self._span.failed(code, provider.resource))
-            self._span.set_status(Status(StatusCode.ERROR, code))
+            if isinstance(self._span, LightSpan):
+                _keep_failed(self._span, error)
+            self._span.set_status(Status(StatusCode.ERROR, _code_of(error)))
         self._span.end()
+
+
+def _keep_failed(light: LightSpan, error: Exception) -> None:
+    provider = _telemetry.provider
+    if provider is not None:
+        _telemetry.finished.on_end(light.failed(_code_of(error), provider.resource))
+
+
+def _code_of(error: Exception) -> str:
+    return error.code if isinstance(error, PilotlightError) else type(error).__name__
 
 
 def _context_of(headers: Mapping[str, str] | None) -> Context | None:

@@ -40,7 +40,7 @@ async def within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
         DeadlineExceeded: it took longer; the awaitable is cancelled.
     """
     try:
-        begun = _Begun(awaitable)
+        begun = Begun(awaitable)
         if begun.ended:
             return begun.result()
         async with asyncio.timeout(deadline_s):
@@ -49,7 +49,7 @@ async def within(deadline_s: float, awaitable: Awaitable[T], what: str) -> T:
         raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s") from error
 
 
-class _Begun(Awaitable[T]):
+class Begun(Awaitable[T]):
     """What is awaited, up to the first thing that it waits for; to be awaited by the same task."""
 
     __slots__ = ("_result", "_steps", "_waits_for", "ended")
@@ -65,7 +65,7 @@ class _Begun(Awaitable[T]):
         self.ended = bool(self._result)
 
     def result(self) -> T:
-        """Of one that has ended."""
+        """What came of one that has ended."""
         return self._result[0]
 
     def __await__(self) -> Generator[object, object, T]:

@@ -173,8 +173,12 @@ class Handlers:
             NotLoaded: they do not now; when others have left the device, they may.
         """
         lending, held = self._stages.lending, self._stages.held[submit.instance_id]
+        # What it has suffices for most; how much more it could have takes longer to say.
+        room_tokens = held.kv_capacity_tokens
+        if held_tokens_of(submit) > room_tokens:
+            room_tokens = lending.limit_tokens(held)
         try:
-            _check_room(submit, serving.hold, lending.limit_tokens(held))
+            _check_room(submit, serving.hold, room_tokens)
         except NoRoom as error:
             began = submit.attempt > 1
             if began and held_tokens_of(submit) <= lending.alone_tokens(held):

@@ -99,13 +99,9 @@ class Held:
         """
         if self.state is HeldState.LOADING:
             return self.loaded is not None and self.loaded.done()
-        grown = self.grown
-        return (
-            grown is not None
-            and grown.done()
-            and not grown.cancelled()
-            and grown.exception() is None
-        )
+        if (grown := self.grown) is None:
+            return False
+        return grown.done() and not grown.cancelled() and grown.exception() is None
 
     def hear_grown(self, event: StageGrown | PilotlightError) -> None:
         """What the engine says of its longer range, or why there is none; nothing, if it does not

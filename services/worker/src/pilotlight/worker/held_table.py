@@ -47,6 +47,11 @@ class HeldTable:
         return sum(held.kv_capacity_tokens for held in self if held.state is HeldState.READY)
 
     @property
+    def unproven(self) -> tuple[InstanceId, ...]:
+        """See ``Stages.unproven``: asked for with every step."""
+        return tuple([one for one, held in self._held.items() if held.unproven])
+
+    @property
     def busy(self) -> bool:
         """Some request waits for nothing but the engine."""
         return any(

@@ -64,7 +64,7 @@ class TokenPublisher:
 
     def add(self, unsent: Unsent, sampled: Moment | None = None) -> None:
         """Queue tokens, ``sampled`` then; they leave with the next ``flush``."""
-        gateway_id, key, position = unsent
+        gateway_id, key, position = unsent.gateway_id, unsent.key, unsent.position
         if sampled is not None and position == 0:
             # A cold start ends with the first token of a request: the other batches need no header.
             self._sampled.setdefault(gateway_id, sampled)

@@ -11,7 +11,8 @@ until it is acknowledged and can be sent again. Positions of one request::
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFound, QueueFull
 from pilotlight.common.messages.engine import Produced
@@ -34,7 +35,7 @@ one, does not run."""
 RETRY_AFTER_S = 1.0
 
 
-class Unsent(NamedTuple):
+class Unsent(msgspec.Struct, frozen=True, gc=False):
     """Tokens of a request, from a position on, and the gateway that waits for them. The tokens
     themselves stay in the table: what comes until they are sent goes with them.
     """
@@ -44,7 +45,7 @@ class Unsent(NamedTuple):
     position: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Kept:
     key: RequestKey
     gateway_id: GatewayId
@@ -97,7 +98,10 @@ class RequestTable:
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
-        self._kept: dict[RequestKey, _Kept] = {}
+        self._kept: dict[tuple[RequestId, int], _Kept] = {}
+        """By their keys."""
+        self._attempts: dict[RequestId, list[_Kept]] = {}
+        """Of each request that is kept, the attempts that are."""
         self._in_flight: dict[InstanceId, int] = {}
         self._held_tokens: Counter[InstanceId] = Counter()
         self._ended_s: dict[InstanceId, float] = {}
@@ -151,7 +155,7 @@ class RequestTable:
             Conflict: a later attempt is here already.
         """
         key = RequestKey(submit.request_id, submit.attempt)
-        others = tuple(other for other in self._kept if other.request_id == key.request_id)
+        others = tuple([other.key for other in self._attempts.get(key.request_id, ())])
         if any(other.attempt > key.attempt for other in others):
             raise Conflict(f"a later attempt of {key.request_id} is here already")
         if (
@@ -171,6 +175,7 @@ class RequestTable:
             logprobs=[] if submit.sampling.logprobs else None,
             top_logprobs=[] if submit.sampling.logprobs and submit.sampling.top_logprobs else None,
         )
+        self._attempts.setdefault(key.request_id, []).append(kept)
         self._in_flight[submit.instance_id] = self.in_flight(submit.instance_id) + 1
         self._held_tokens[submit.instance_id] += kept.held_tokens
         return self._drop(others)
@@ -181,7 +186,7 @@ class RequestTable:
         Raises:
             InternalError: the engine skipped or repeated a position.
         """
-        kept = self._kept.get(RequestKey(produced.request_id, produced.attempt))
+        kept = self._kept.get((produced.request_id, produced.attempt))
         if kept is None or kept.finish is not None:
             return None
         if kept.cancelled:
@@ -274,12 +279,12 @@ class RequestTable:
 
         Only their own gateway may say so.
         """
-        wanted = set(request_ids)
         return self._drop(
             tuple(
-                key
-                for key, kept in self._kept.items()
-                if key.request_id in wanted and kept.gateway_id == gateway_id
+                kept.key
+                for request_id in dict.fromkeys(request_ids)
+                for kept in self._attempts.get(request_id, ())
+                if kept.gateway_id == gateway_id
             )
         )
 
@@ -366,6 +371,10 @@ class RequestTable:
 
     def _forget(self, kept: _Kept) -> None:
         del self._kept[kept.key]
+        attempts = self._attempts[kept.key.request_id]
+        attempts.remove(kept)
+        if not attempts:
+            del self._attempts[kept.key.request_id]
         self._remember_forgotten(kept.key)
 
     def _remember_forgotten(self, key: RequestKey) -> None:

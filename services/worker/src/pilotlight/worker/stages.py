@@ -85,7 +85,7 @@ class Stages:
         """Instances of which every part is in its place, and it has not been found yet that all of
         them were whole when they were copied.
         """
-        return tuple([held.hold.instance_id for held in self.held if held.unproven])
+        return self.held.unproven
 
     def command(self, command: WorkerHold, asked_s: float) -> None:
         """Take the complete desired set, which was asked for at ``asked_s``.

@@ -9,7 +9,6 @@ here (``requests``).
 import asyncio
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -18,16 +17,12 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import PilotlightError, WorkerLost
 from pilotlight.common.messages.tokens import (
-    Ack,
     AckEntry,
-    Cancel,
     Resend,
     Submit,
     SubmitReply,
     TokenBatch,
     TokenEntry,
-    ack_subject,
-    cancel_subject,
     resend_subject,
     submit_subject,
     tokens_subject,
@@ -35,6 +30,7 @@ from pilotlight.common.messages.tokens import (
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import Backoff, Wake, cancel_all, pause
 from pilotlight.gateway.serving.fleet import Fleet
+from pilotlight.gateway.serving.post import Post
 from pilotlight.gateway.serving.token_log import Token, TokenLog
 from pilotlight.policy.ids import GatewayId, InstanceId, RequestId, WorkerId
 from pilotlight.policy.request import FinishReason
@@ -46,8 +42,8 @@ RESEND_DEADLINE_S = 0.5
 MAX_RESENDS = 12
 """Unanswered or fruitless resends in a row, with backoff, before the attempt is given up."""
 ACK_INTERVAL_S = 1.0
-MAX_ENTRIES = 1024
-"""Entries of one acknowledgement, and strays of one worker that are remembered."""
+MAX_STRAYS = 1024
+"""Strays of one worker that are remembered."""
 PROBE_AFTER_S = 1.0
 """Silence after which a running request is asked about: its last batch may be the one that was
 lost."""
@@ -131,12 +127,6 @@ class Attempt:
             self._arrived.set()
 
 
-@dataclass(slots=True)
-class _Post:
-    acks: list[AckEntry] = field(default_factory=list[AckEntry])
-    cancels: list[RequestId] = field(default_factory=list[RequestId])
-
-
 class Relay:
     """Running attempts of this gateway; a component."""
 
@@ -149,8 +139,8 @@ class Relay:
         self._fleet = fleet
         self._gateway_id = gateway_id
         self._attempts: dict[RequestId, Attempt] = {}
-        self._post: defaultdict[WorkerId, _Post] = defaultdict(_Post)
         self._mail = Wake()
+        self._post = Post(bus, gateway_id, self._mail)
         self._strays: defaultdict[WorkerId, dict[tuple[RequestId, int], AckEntry]] = defaultdict(
             dict
         )
@@ -180,7 +170,7 @@ class Relay:
         for attempt in list(self._attempts.values()):
             self.close(attempt)
         await cancel_all((self._sender,))
-        await self._send_post()
+        await self._post.send()
         await self._subscription.end()
         self._subscription = None
 
@@ -237,11 +227,14 @@ class Relay:
         if attempt.resending is not None:
             attempt.resending.cancel()
         for worker_id in (self._lead(attempt), *attempt.former_leads):
-            post = self._post[worker_id]
-            post.acks.append(_done(attempt.request_id, attempt.number, attempt.log.next_seq))
+            done = _done(attempt.request_id, attempt.number, attempt.log.next_seq)
+            self._post.acknowledge(worker_id, done)
             if ended and attempt.finish is None:
-                post.cancels.append(attempt.request_id)
-        self._mail.set()
+                self._post.cancel(worker_id, attempt.request_id)
+        if attempt.finish is None:
+            self._post.now()
+        else:
+            self._post.soon()
 
     def _lead(self, attempt: Attempt) -> WorkerId:
         """Where messages about an attempt go: to the worker that leads its instance now.
@@ -279,7 +272,7 @@ class Relay:
         within a second.
         """
         strays = self._strays[worker_id]
-        if len(strays) < MAX_ENTRIES:
+        if len(strays) < MAX_STRAYS:
             strays[entry.request_id, entry.attempt] = _done(entry.request_id, entry.attempt, 0)
 
     def _on_worker_lost(self, worker_id: WorkerId, error: PilotlightError) -> None:
@@ -366,11 +359,11 @@ class Relay:
                 next_ack_s = self._clock.monotonic_s() + ACK_INTERVAL_S
                 self._acknowledge()
                 self._probe_silent()
-            await self._send_post()
+            await self._post.send()
 
     def _acknowledge(self) -> None:
         for worker_id, strays in self._strays.items():
-            self._post[worker_id].acks += strays.values()
+            self._post.acknowledge(worker_id, *strays.values())
         self._strays.clear()
         for attempt in self._attempts.values():
             if attempt.first_heard_s is not None:
@@ -379,21 +372,7 @@ class Relay:
                 entry = AckEntry(
                     request_id=attempt.request_id, attempt=attempt.number, seq=attempt.log.next_seq
                 )
-                self._post[self._lead(attempt)].acks.append(entry)
-
-    async def _send_post(self) -> None:
-        while self._post:
-            worker_id, post = self._post.popitem()
-            if post.cancels:
-                message = Cancel(
-                    gateway_id=self._gateway_id, request_ids=list(dict.fromkeys(post.cancels))
-                )
-                await self._bus.publish(cancel_subject(worker_id), message)
-            for start in range(0, len(post.acks), MAX_ENTRIES):
-                entries = post.acks[start : start + MAX_ENTRIES]
-                await self._bus.publish(
-                    ack_subject(worker_id), Ack(gateway_id=self._gateway_id, entries=entries)
-                )
+                self._post.acknowledge(self._lead(attempt), entry)
 
 
 def _done(request_id: RequestId, number: int, seq: int) -> AckEntry:

@@ -42,6 +42,7 @@ from pilotlight.policy.hang import Patience
 from pilotlight.policy.phase import Moment
 from pilotlight.worker.engines.child_process import Child, ChildOptions, bury, kill_group, spawn
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
+from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.hang_watch import HangWatch
 from pilotlight.worker.engines.spare import Spare
 
@@ -80,7 +81,7 @@ class ProcessEngine:
         self._watching: asyncio.Task[None] | None = None
         self._sent = 0
         """Commands to this child."""
-        self._events: asyncio.Queue[Timed[EngineEvent] | None] = asyncio.Queue(MAX_EVENTS)
+        self._events = EventQueue(MAX_EVENTS)
         self._child: Child | None = None
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -237,9 +238,8 @@ class ProcessEngine:
     async def abort(self, command: Abort) -> None:
         await self._send(command)
 
-    async def events(self) -> AsyncIterator[Timed[EngineEvent]]:
-        while (event := await self._events.get()) is not None:
-            yield event
+    def events(self) -> AsyncIterator[Timed[EngineEvent]]:
+        return self._events.events()
 
     async def kill(self, reason: str, code: str = "") -> None:
         self._kill_reason, self._kill_code = reason, code
@@ -259,12 +259,11 @@ class ProcessEngine:
         if reading is not None:
             self._reading = None
             # Its reader of events may have left already: what waits is of no use then.
-            self._drain_events()
+            self._events.clear()
             await reading
         async with self._starting:
             pass  # The start that makes a child buries it.
-        self._drain_events()
-        self._events.put_nowait(None)
+        self._events.end()
 
     async def _ask_to_end(self, child: Child) -> None:
         try:
@@ -276,10 +275,6 @@ class ProcessEngine:
                 action="engine_stop_killed",
                 pid=child.process.pid,
             )
-
-    def _drain_events(self) -> None:
-        while not self._events.empty():
-            self._events.get_nowait()
 
     async def _send(self, command: ToEngine, sent: Moment | None = None) -> None:
         child = self._child

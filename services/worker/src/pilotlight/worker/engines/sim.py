@@ -35,7 +35,6 @@ from pilotlight.common.messages.engine import (
     StageRefused,
     StageResized,
     StageUnloaded,
-    StepDone,
     UnloadStage,
 )
 from pilotlight.common.messages.pipelines import (
@@ -55,15 +54,15 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.request import FinishReason, RequestKey
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
+from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.sim_request import SimRequest
 from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
+from pilotlight.worker.engines.sim_steps import MAX_BATCH, NO_TIME_S, SimSteps
 from pilotlight.worker.engines.sim_tokens import SimTokens
 
 log = structlog.get_logger()
 
-MAX_BATCH = 64
-"""Requests that advance in one step; the others wait."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the engine waits."""
 SIM_PORT = 1
@@ -89,12 +88,13 @@ class SimEngine:
         self._clock = clock
         self._faults = faults or Faults()
         self._phases = PhaseRecorder(clock, "worker", "sim")
-        self._events: asyncio.Queue[Timed[EngineEvent] | None] = asyncio.Queue(MAX_EVENTS)
+        self._events = EventQueue(MAX_EVENTS)
         self._stages: dict[InstanceId, SimStage] = {}
         self._parts: deque[PlacePart] = deque()
         self._requests = SimRequests(self._stages)
         self._wake = asyncio.Event()
         self._turning: asyncio.Task[None] | None = None
+        self._steps = SimSteps(self._requests, self._events, clock)
 
     @property
     def alive(self) -> bool:
@@ -250,9 +250,8 @@ class SimEngine:
         if key in self._requests:
             self._end(key, FinishReason.CANCELLED)
 
-    async def events(self) -> AsyncIterator[Timed[EngineEvent]]:
-        while (event := await self._events.get()) is not None:
-            yield event
+    def events(self) -> AsyncIterator[Timed[EngineEvent]]:
+        return self._events.events()
 
     async def kill(self, reason: str, code: str = EngineFailed.code) -> None:
         if await self._still():
@@ -260,9 +259,7 @@ class SimEngine:
 
     async def stop(self) -> None:
         await self._still()
-        while not self._events.empty():
-            self._events.get_nowait()
-        self._events.put_nowait(None)
+        self._events.end()
 
     async def _still(self) -> bool:
         turning, self._turning = self._turning, None
@@ -314,7 +311,7 @@ class SimEngine:
         start_s = self._clock.monotonic_s()
         if not stage.placed:
             await self._faults.delay("load")
-        await _take(part_load_s(stage.model, command.part, self._speed.load_bytes_per_s))
+        await pause(part_load_s(stage.model, command.part, self._speed.load_bytes_per_s))
         stage.placed.add(command.part)
         if self._stages.get(command.instance_id) is not stage:
             return
@@ -345,35 +342,26 @@ class SimEngine:
 
     async def _step(self) -> None:
         """One batch: the prompts of its new requests, then a token for each."""
+        requests = self._requests
         start_s = self._clock.monotonic_s()
-        self._requests.expire(start_s)
-        batch = self._requests.batch(MAX_BATCH)
+        requests.expire(start_s)
+        batch = requests.batch(MAX_BATCH)
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(
-            len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh
+            [len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh]
         )
         if any(not self._stages[request.run.instance_id].prefilled for request in fresh):
             await self._faults.delay("prefill")
+        seconds = step_s(self._speed, prompt_tokens) if batch else 0.0
         if batch:
-            await _take(step_s(self._speed, prompt_tokens))
+            await self._steps.pass_time(seconds, len(batch))
         for request in fresh:
             await self._first(request, start_s)
-        requests = self._requests
-        # Aborted while time passed: no token any more.
-        produced = [requests.advance(key, request) for key, request in batch if key in requests]
-        waiting = requests.waiting(MAX_BATCH)
-        used_tokens = requests.kv_used_tokens
-        step = StepDone(
-            produced=(*requests.take_ended(), *produced),
-            waiting=waiting,
-            running=len(requests) - waiting,
-            kv_free_tokens=max(0, requests.kv_capacity_tokens - used_tokens),
-            step_time_s=self._clock.monotonic_s() - start_s,
-            kv_used_tokens=used_tokens,
-            batch_tokens=prompt_tokens + len(batch) - len(fresh),
-        )
+        step = self._steps.end(batch, prompt_tokens, len(fresh), start_s)
         # Of first tokens it matters when they were there.
         await self._events.put(Timed(step, moment_of(self._clock) if fresh else None))
+        if seconds < NO_TIME_S:
+            self._steps.again(batch)
 
     async def _first(self, request: SimRequest, start_s: float) -> None:
         run, stage = request.run, self._stages.get(request.run.instance_id)
@@ -408,8 +396,3 @@ class SimEngine:
     def _check(self) -> None:
         if self._turning is None:
             raise EngineFailed("the engine is not running")
-
-
-async def _take(seconds: float) -> None:
-    """Let simulated work pass; what takes no time at all still lets others have their turn."""
-    await pause(max(0.0, seconds))

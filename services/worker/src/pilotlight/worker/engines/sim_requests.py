@@ -73,7 +73,7 @@ class SimRequests:
 
         The first one of a stage does in any case, and none overtakes one that has no room.
         """
-        if self._all_fit(at_most):
+        if self.all_fit(at_most):
             return list(self._requests.items())
         left = {
             instance_id: stage.kv_capacity_tokens for instance_id, stage in self._stages.items()
@@ -94,9 +94,10 @@ class SimRequests:
 
     def waiting(self, at_most: int) -> int:
         """How many the next batch leaves out."""
-        return 0 if self._all_fit(at_most) else len(self) - len(self.batch(at_most))
+        return 0 if self.all_fit(at_most) else len(self) - len(self.batch(at_most))
 
-    def _all_fit(self, at_most: int) -> bool:
+    def all_fit(self, at_most: int) -> bool:
+        """Every request advances with the next batch."""
         if len(self._requests) > at_most:
             return False
         for instance_id, tokens in self._held_tokens.items():
@@ -132,21 +133,28 @@ class SimRequests:
     @property
     def kv_capacity_tokens(self) -> int:
         """Room of the stages that are loaded."""
-        return sum(stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready)
+        return sum([stage.kv_capacity_tokens for stage in self._stages.values() if stage.ready])
 
     @property
     def kv_used_tokens(self) -> int:
         """Tokens of all requests."""
         return sum(self._held_tokens.values())
 
-    def advance(self, key: RequestKey, request: SimRequest) -> Produced:
-        """The next token of a request, and its end if it is the last one."""
-        instance_id = request.run.instance_id
-        produced = request.advance(self._stages[instance_id].model.spec)
-        self._held_tokens[instance_id] += len(produced.token_ids)
-        if produced.finish is not None:
-            self.leave(key)
-        return produced
+    def advance(self, batch: Batch) -> list[Produced]:
+        """The next token of each that is still here, and its end if it is the last one."""
+        given: list[Produced] = []
+        requests, stages, held_tokens = self._requests, self._stages, self._held_tokens
+        for key, request in batch:
+            if key not in requests:
+                continue
+            instance_id = request.run.instance_id
+            produced = request.advance(stages[instance_id].model.spec)
+            if produced.token_ids:
+                held_tokens[instance_id] += 1
+            if produced.finish is not None:
+                self.leave(key)
+            given.append(produced)
+        return given
 
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
         """End a request that is here.

@@ -40,12 +40,14 @@ class SimStage:
     @property
     def kv_capacity_tokens(self) -> int:
         """What the bytes leave for KV."""
-        held = self.target or self.stage
-        if self._room[:2] != (held, self.device_bytes):
-            room_bytes = self.device_bytes - self.model.device_bytes(held)
-            per_token = self.model.spec.kv_bytes_per_token(held, self.model.dtype)
-            self._room = held, self.device_bytes, max(0, room_bytes // per_token)
-        return self._room[2]
+        held, (layers, device_bytes, tokens) = self.target or self.stage, self._room
+        if layers is held and device_bytes == self.device_bytes:
+            return tokens
+        room_bytes = self.device_bytes - self.model.device_bytes(held)
+        per_token = self.model.spec.kv_bytes_per_token(held, self.model.dtype)
+        tokens = max(0, room_bytes // per_token)
+        self._room = held, self.device_bytes, tokens
+        return tokens
 
     @property
     def complete(self) -> bool:

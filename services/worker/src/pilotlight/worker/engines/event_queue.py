@@ -1,0 +1,65 @@
+"""What an engine says, on its way to the one task that listens."""
+
+from collections import deque
+from collections.abc import AsyncIterator
+
+from pilotlight.common.envelope import Timed
+from pilotlight.common.waiting import Flag, Signal
+from pilotlight.worker.engines.client import EngineEvent
+
+
+class EventQueue:
+    """Events in order, so many at most: past them the engine waits.
+
+    An engine says something with every step, so this costs little where nobody has to wait: what
+    came together is taken together, without a turn of the loop for each.
+    """
+
+    def __init__(self, at_most: int) -> None:
+        """Has nothing yet, and room for ``at_most`` events."""
+        self._at_most = at_most
+        self._said: deque[Timed[EngineEvent] | None] = deque()
+        """None: the end."""
+        self._news = Flag()
+        self._room = Signal()
+
+    @property
+    def has_room(self) -> bool:
+        """What is put now has not to wait."""
+        return len(self._said) < self._at_most
+
+    def put_now(self, event: Timed[EngineEvent]) -> None:
+        """Say something, where there is room."""
+        self._said.append(event)
+        self._news.set()
+
+    async def put(self, event: Timed[EngineEvent]) -> None:
+        """Say something, when there is room."""
+        while not self.has_room:
+            await self._room.wait()
+        self.put_now(event)
+
+    def end(self) -> None:
+        """What was not heard yet is forgotten, and there is nothing more."""
+        self.clear()
+        self._said.append(None)
+        self._news.set()
+
+    def clear(self) -> None:
+        """What was not heard yet is forgotten."""
+        self._said.clear()
+        self._room.send()
+
+    async def events(self) -> AsyncIterator[Timed[EngineEvent]]:
+        """Everything that is said, up to the end. For one task at a time."""
+        said = self._said
+        while True:
+            while said:
+                event = said.popleft()
+                if len(said) == self._at_most - 1:
+                    self._room.send()
+                if event is None:
+                    return
+                yield event
+            self._news.clear()
+            await self._news.wait()

@@ -1,0 +1,81 @@
+"""The short ways of the bus's client: what takes them arrives as what does not, and in order."""
+
+import asyncio
+
+import msgspec
+import nats.errors
+import pytest
+
+from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.nats_bus import NatsBus
+from pilotlight.common.nats_client import WRITTEN_SOON_BYTES
+from pilotlight.common.testing import ConnectBus
+
+pytestmark = pytest.mark.anyio
+
+DEADLINE_S = 10.0
+
+
+class Note(msgspec.Struct, frozen=True):
+    number: int
+    text: str = ""
+
+
+async def echo(note: Note) -> Note:
+    return note
+
+
+async def test_order_holds_where_more_is_published_than_is_written_at_once(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    """Small messages take the short way, large ones between them the one that waits."""
+    heard: list[int] = []
+    done = asyncio.Event()
+
+    async def listen(note: Note) -> None:
+        heard.append(note.number)
+        if note.number == 199:
+            done.set()
+
+    other = await connect_bus("other")
+    await other.subscribe("v1.note", Note, listen, binary=True)
+    large = "x" * (WRITTEN_SOON_BYTES // 2)
+    for number in range(200):
+        text = large if number % 7 == 3 else ""
+        await bus.publish("v1.note", Note(number=number, text=text), binary=True)
+    async with asyncio.timeout(DEADLINE_S):
+        await done.wait()
+    assert heard == list(range(200))
+
+
+async def test_what_would_break_the_protocol_is_not_written(bus: NatsBus) -> None:
+    heard: list[str] = []
+    done = asyncio.Event()
+
+    async def on_message(msg: object) -> None:
+        headers = getattr(msg, "headers", None) or {}
+        heard.append(headers.get("A", ""))
+        if headers.get("A") == "last":
+            done.set()
+
+    client = bus.client
+    await client.subscribe("v1.raw", cb=on_message)
+    with pytest.raises(nats.errors.BadSubjectError):
+        await client.publish("v1.raw 0\r\nPUB v1.raw", b"")
+    with pytest.raises(nats.errors.BadSubjectError):
+        await client.publish("", b"")
+    # nats-py makes one line of it.
+    await client.publish("v1.raw", b"", headers={"A": "one\r\nB: two"})
+    await client.publish("v1.raw", b"", headers={"A": "last"})
+    async with asyncio.timeout(DEADLINE_S):
+        await done.wait()
+    assert len(heard) == 2
+    assert "B: two" in heard[0]
+
+
+async def test_a_served_subject_that_ended_is_answered_no_more(bus: NatsBus) -> None:
+    served = await bus.serve("v1.gone", Note, echo)
+    assert await bus.request("v1.gone", Note(number=1), Note, deadline_s=DEADLINE_S) == Note(1)
+    await served.end()
+    with pytest.raises(BusUnavailable):
+        await bus.request("v1.gone", Note(number=2), Note, deadline_s=DEADLINE_S)
