@@ -236,8 +236,12 @@ class Worker:
 
     def take(self) -> None:
         size = self.work.choice([0x10, 0x40, 0x40, 0x1000])
-        held = self.free.get(size)
-        address = held.pop() if held else self.base
+        held, large = self.free.get(size), self.free.get(0x1000)
+        if large and size < 0x1000:
+            # From within what was freed: the rest stays the last owner's.
+            address = large.pop() + self.work.choice([0, 0x20, 0x1000 - size])
+        else:
+            address = held.pop() if held else self.base
         if address == self.base:
             self.base += size + self.gap
         self.live.append(len(self.rows))

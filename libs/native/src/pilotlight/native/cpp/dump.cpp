@@ -12,11 +12,6 @@
 
 namespace pilotlight {
 
-GraphDriver &graph_driver() {
-    static GraphDriver found;
-    return found;
-}
-
 namespace {
 
 // Attributes of kernel nodes that differ from those of a plain node: cooperative, scheduling policy, cluster size, programmatic
