@@ -237,11 +237,10 @@ class Worker:
     def take(self) -> None:
         size = self.work.choice([0x10, 0x40, 0x40, 0x1000])
         held, large = self.free.get(size), self.free.get(0x1000)
-        if large and size < 0x1000:
+        address = held.pop() if held else self.base
+        if large and size < 0x1000 and not held:
             # From within what was freed: the rest stays the last owner's.
             address = large.pop() + self.work.choice([0, 0x20, 0x1000 - size])
-        else:
-            address = held.pop() if held else self.base
         if address == self.base:
             self.base += size + self.gap
         self.live.append(len(self.rows))

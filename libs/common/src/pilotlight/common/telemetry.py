@@ -7,7 +7,6 @@ request makes a handful of spans, never one for each token.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import sys
@@ -17,7 +16,6 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -31,6 +29,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.light_spans import LightSpan, Tokens, attach, current_span, detach
+from pilotlight.common.logs import LEVELS, LogLines, stamped, to_json, write_logs
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
@@ -38,14 +37,7 @@ from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export
 log = structlog.get_logger()
 
 
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
 _TRACEPARENT = "traceparent"
-_stamped = structlog.processors.TimeStamper(fmt="iso", utc=True)
 _SAMPLED_FLAGS = ("-01", "-03")
 """Ends of contexts that are sampled; the second bit says that the trace id is random."""
 _propagator = TraceContextTextMapPropagator()
@@ -84,34 +76,8 @@ _telemetry = _Telemetry()
 
 def configure_logging(service: str, level: str = "info") -> None:
     """Write every log line of this process, also those of libraries, as JSON on standard error."""
-    _telemetry.log_service, _telemetry.log_level = service, _LEVELS.get(level, logging.INFO)
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        _stamped,
-        _add_trace,
-        structlog.processors.format_exc_info,
-    ]
-
-    def add_service(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["service"] = service
-        return event
-
-    shared.insert(1, add_service)
-    render = structlog.processors.JSONRenderer(serializer=_to_json)
-    structlog.configure(
-        processors=[*shared, render],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
-        # Looked up for each line: a test or a daemon that redirects standard error means the log
-        # too.
-        logger_factory=lambda *_: _LogLines(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=shared)
-    )
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    _telemetry.log_service, _telemetry.log_level = service, LEVELS.get(level, logging.INFO)
+    write_logs(service, level, _add_trace)
 
 
 def log_request(event: str, action: str, **told: object) -> None:
@@ -132,20 +98,7 @@ def log_request(event: str, action: str, **told: object) -> None:
         "service": _telemetry.log_service,
         "level": "info",
     }
-    _LogLines(sys.stderr).msg(_to_json(_add_trace(None, "info", _stamped(None, "info", line))))
-
-
-class _LogLines(structlog.WriteLogger):
-    """Writes lines as long as they can be written: where logs go to a disk that is full, the
-    service goes on without.
-    """
-
-    def msg(self, message: str) -> None:
-        with contextlib.suppress(OSError):
-            super().msg(message)
-
-    log = debug = info = warn = warning = msg
-    fatal = failure = err = error = critical = exception = msg
+    LogLines(sys.stderr).msg(to_json(_add_trace(None, "info", stamped(None, "info", line))))
 
 
 def start_telemetry(
@@ -374,7 +327,3 @@ def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
     return event
-
-
-def _to_json(value: Any, **_: Any) -> str:
-    return msgspec.json.encode(value, enc_hook=repr).decode()
