@@ -10,6 +10,7 @@ from graph_archives import ImageMaker, archive, archive_of_all_kinds
 
 from pilotlight.native.graphs import add_image, prune_image, recorded_images
 from pilotlight.native.library import NativeError, library
+from pilotlight.policy.graphs.restorable import Node, NotRestorable, require_restorable
 
 
 class Parsed:
@@ -182,3 +183,19 @@ def test_no_broken_archive_breaks_the_process():
         except NativeError:
             refused += 1
     assert refused > 500
+
+
+@pytest.mark.parametrize("kind", range(-1, 20))
+@pytest.mark.parametrize("kernel", ["nvjet_tst_192x8", "at_native_DISTRIBUTION_elementwise", ""])
+def test_what_is_written_down_is_what_the_policy_takes(kind, kernel):
+    """The driver's side refuses the same nodes, and by the same names."""
+    refused, name = None, kernel if kind == 0 else ""
+    try:
+        require_restorable([Node(kind, name)], {"image": [name]})
+    except NotRestorable as error:
+        refused = error.what
+    if refused is None:
+        library().call("graphs_check_node", kind, name.encode())
+    else:
+        with pytest.raises(NativeError, match="random numbers" if refused == "random" else refused):
+            library().call("graphs_check_node", kind, name.encode())
