@@ -176,17 +176,14 @@ def _read(
     ]
     if not holding:
         return "unexplained"
-    first = holding[0]
-    told_apart = len(holding) == 1 or any(
-        len({_foretold(reading, word, one.allocations) for reading in holding}) > 1
-        for one in witnesses
-    )
-    if not told_apart:
-        # Which of them it is makes a difference as soon as something lies elsewhere.
+    live = [reading for reading in holding if reading.pointer and not reading.freed]
+    numbers = [reading for reading in holding if reading.pointer is None]
+    if numbers and len(holding) > 1:
+        # They all foretell the same words here, and others as soon as the buffer lies elsewhere.
         return "unproven"
-    if first.freed:
-        return "freed"
-    return first.pointer
+    if numbers:
+        return None
+    return live[0].pointer if live else "freed"
 
 
 def _readings(
