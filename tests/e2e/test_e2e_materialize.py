@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NAME = "ember-7m"
 BUILD_S = 120.0
-SCHEDULES = int(os.environ.get("BUILD_KILLS", "2"))
-SEED = int(os.environ.get("BUILD_SEED", "19"))
+SCHEDULES = int(os.environ.get("PILOTLIGHT_BUILD_KILLS", "2"))
+SEED = int(os.environ.get("PILOTLIGHT_BUILD_SEED", "19"))
 LONGEST_S = 3.0
 """From the build's begin to the fault; a build takes about as long."""
 
@@ -208,7 +208,7 @@ def check(system: RunningSystem, name: str) -> bool:
 def test_kills_at_random_instants_leave_nothing_half_there(system: RunningSystem) -> None:
     """Builds are taken up again, and who asks the model notices nothing.
 
-    ``BUILD_KILLS=20`` plays more schedules, ``BUILD_SEED`` others.
+    ``PILOTLIGHT_BUILD_KILLS=20`` plays more schedules, ``PILOTLIGHT_BUILD_SEED`` others.
     """
     pick, pause, hits = random.Random(SEED), threading.Event(), Counter[Fault]()
     number, name = 0, "storm-0"

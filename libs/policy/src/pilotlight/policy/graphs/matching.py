@@ -1,11 +1,12 @@
 """Which words of a graph's parameters are addresses, and of what (MEDUSA, section 4.1).
 
 A word that may be an address is matched backwards from its launch, with the last allocation before
-it that has the address. That may be wrong in three ways: a constant looks like an address, an address
-just behind a buffer is that of the next one, what was freed is meant after all. So each word has
-its readings, the most probable first, and traces of the same work by other processes, the
+it that has the address. That may be wrong in three ways: a constant looks like an address, an
+address just behind a buffer is that of the next one, what was freed is meant after all. So each
+word has its readings, the most probable first, and traces of the same work by other processes, the
 *witnesses*, decide: the first reading that foretells every witness' word is right. A witness proves
-something only where it has the buffer elsewhere.
+something only where it has the buffer elsewhere. Of two buffers that lie side by side in all
+processes, the address between them is the second one's: kernels do not read behind a buffer.
 
 What no reading explains, or no witness proves, is refused by the kernel's name and the offset:
 a graph with one wrong address reads or writes what is another's.
