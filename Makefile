@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
+.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -71,6 +71,10 @@ test-gpu:  ## on a machine with a GPU: test it with the archive in BUNDLE=FOLDER
 bundle:  ## the offline installation archive in dist/: PYTHON=3.11 or 3.12; WITH_TORCH=1 puts torch in
 	@env -u PYTHON tools/bootstrap.sh runtime
 	@$(PY) tools/bundle/build.py $(if $(PYTHON),--python "$(PYTHON)") $(if $(WITH_TORCH),--with-torch)
+
+fuzz-archives:  ## a million broken archives of graphs and kernel images for the parser, with sanitizers, as JSON: MUTATIONS=, SEED=
+	@tools/bootstrap.sh dev
+	@$(PY) tests/support/archive_fuzz.py $(if $(MUTATIONS),--mutations $(MUTATIONS)) $(if $(SEED),--seed $(SEED))
 
 check:  ## lint, format, types, layers, generated pages
 	@tools/bootstrap.sh dev

@@ -3,24 +3,36 @@ fit.
 """
 
 import os
+import random
 import signal
-from pathlib import Path
+import threading
+from collections import Counter
+from enum import StrEnum
 from typing import Any
 
 import pytest
-from embedded_system import RunningSystem, copied, eventually, running
+from chaos.processes import Processes, Target
+from embedded_system import RunningSystem, eventually, running
+from materialized_system import build_children, builds, materials, register, stored
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NAME = "ember-7m"
 BUILD_S = 120.0
+SCHEDULES = int(os.environ.get("PILOTLIGHT_BUILD_KILLS", "2"))
+SEED = int(os.environ.get("PILOTLIGHT_BUILD_SEED", "19"))
+LONGEST_S = 3.0
+"""From the build's begin to the fault; a build takes about as long."""
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Any:
     home = tmp_path_factory.mktemp("materialize")
-    environment = {"PILOTLIGHT_BUILD_IDLE_S": "0.5"}
+    environment = {
+        "PILOTLIGHT_BUILD_IDLE_S": "0.5",
+        "PILOTLIGHT_ARTIFACT_UPKEEP_INTERVAL_S": "0.5",
+    }
     with running(home, environment=environment) as one:
         yield one
 
@@ -55,31 +67,6 @@ def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
 
 def phases(record: dict[str, Any]) -> set[str]:
     return {phase["name"] for phase in record["phases"]}
-
-
-def materials(system: RunningSystem, name: str) -> dict[str, Any]:
-    with system.admin() as admin:
-        return admin.get(f"/models/{name}/materials").json()
-
-
-def builds(system: RunningSystem, name: str, state: str) -> list[dict[str, Any]]:
-    return [one for one in materials(system, name)["builds"] if one["state"] == state]
-
-
-def register(system: RunningSystem, name: str, **body: Any) -> None:
-    """A copy of the demo model, which is another checkpoint."""
-    folder = system.home / "models" / name
-    if not folder.exists():
-        copied(system.home / "models", name)
-    with system.admin() as admin:
-        new = {
-            "name": name,
-            "uri": folder.as_uri(),
-            "slo": {"ttft_ms": 5000, "tpot_ms": 200},
-            **body,
-        }
-        reply = admin.post("/models", json=new)
-        assert reply.status_code == 201, reply.text
 
 
 def test_a_cold_start_restores_what_was_materialized(system: RunningSystem) -> None:
@@ -139,15 +126,120 @@ def test_a_builder_that_is_killed_leaves_nothing_and_the_build_is_taken_up_again
     assert done["builds"][0]["attempt"] == 2
 
 
-def build_children(system: RunningSystem) -> list[int]:
-    """Engine processes whose log is that of builds."""
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_text()
-            log = os.readlink(entry / "fd" / "1")
-        except OSError:
-            continue
-        if "engine_child.child" in command and log.startswith(str(system.home)) and "build-" in log:
-            found.append(int(entry.name))
-    return found
+class Fault(StrEnum):
+    """What is done while something is being built."""
+
+    CHILD = "child"
+    """The engine that builds is killed."""
+    MATERIALIZER = "materializer"
+    WORKER = "worker"
+    """The worker that builds is killed, and with it what it runs: the build's lease has to end."""
+
+
+def fault_of(pick: random.Random) -> Fault:
+    """Which one; a worker's death takes its lease's length, and is left to the longer runs."""
+    faults = [Fault.CHILD, Fault.MATERIALIZER]
+    if SCHEDULES > 10 and pick.random() < 0.15:
+        return Fault.WORKER
+    return pick.choice(faults)
+
+
+def answer(system: RunningSystem, name: str) -> str:
+    with system.openai() as client:
+        reply = client.chat.completions.create(
+            model=name,
+            messages=[{"role": "user", "content": "Hello!"}],
+            max_tokens=4,
+            temperature=0,
+        )
+    return reply.choices[0].message.content or ""
+
+
+def asked(system: RunningSystem, name: str) -> Any:
+    """Has the model built; the materializer may be on its way back."""
+    with system.admin() as admin:
+
+        def ask() -> bool:
+            status = admin.post(f"/models/{name}/materialize").status_code
+            assert status in (202, 503)
+            return status == 202
+
+        eventually(ask)
+
+
+def shown(system: RunningSystem, name: str) -> dict[str, Any]:
+    """What there is of it, as soon as the materializer says so."""
+
+    def look() -> Any:
+        found = materials(system, name)
+        return found if "builds" in found else None
+
+    return eventually(look)
+
+
+def states(system: RunningSystem, name: str) -> set[str]:
+    """Of its builds."""
+    return {one["state"] for one in shown(system, name)["builds"]}
+
+
+def inflict(system: RunningSystem, fault: Fault) -> int:
+    """How many processes it hit."""
+    if fault is Fault.CHILD:
+        victims = build_children(system)
+    else:
+        target = Target.MATERIALIZER if fault is Fault.MATERIALIZER else Target.WORKER
+        victims = [one.pid for one in Processes(system.process.pid, "").of(target)]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    return len(victims)
+
+
+def check(system: RunningSystem, name: str) -> bool:
+    """Whether it is built; what is listed is whole, and nothing is listed of what is not built."""
+    found = shown(system, name)
+    objects = stored(system)
+    of_builds = [one["state"] for one in found["builds"]]
+    assert len(of_builds) <= 1, "one build for each fingerprint"
+    assert all(one["size_bytes"] in objects for one in found["artifacts"])
+    assert bool(found["artifacts"]) == (of_builds == ["built"])
+    return of_builds == ["built"]
+
+
+def test_kills_at_random_instants_leave_nothing_half_there(system: RunningSystem) -> None:
+    """Builds are taken up again, and who asks the model notices nothing.
+
+    ``PILOTLIGHT_BUILD_KILLS=20`` plays more schedules, ``PILOTLIGHT_BUILD_SEED`` others.
+    """
+    pick, pause, hits = random.Random(SEED), threading.Event(), Counter[Fault]()
+    number, name = 0, "storm-0"
+    register(system, name)
+    said = answer(system, name)
+    for _ in range(SCHEDULES):
+        asked(system, name)
+        eventually(lambda name=name: {"building", "built"} & states(system, name), BUILD_S)
+        # The moment is what is drawn here; nothing is waited for.
+        pause.wait(pick.uniform(0.0, LONGEST_S))
+        fault = fault_of(pick)
+        hits[fault] += inflict(system, fault) > 0
+        if pick.random() < 0.5:
+            assert answer(system, name) == said
+        if check(system, name):
+            number, name = number + 1, f"storm-{number + 1}"
+            register(system, name)
+    asked(system, name)
+
+    def built() -> bool:
+        if "failed" in states(system, name):
+            asked(system, name)
+        return check(system, name)
+
+    eventually(built, BUILD_S)
+    with system.admin() as admin:
+        models = [one["name"] for one in admin.get("/models").json()["models"]]
+    listed = sorted(
+        artifact["size_bytes"] for one in models for artifact in shown(system, one)["artifacts"]
+    )
+    eventually(lambda: stored(system) == listed)
+    assert answer(system, name) == said
+    assert sum(hits.values()) >= SCHEDULES // 2, "most faults hit something"
+    print(f"{SCHEDULES} schedules of seed {SEED}: {dict(hits)}, {number + 1} built")

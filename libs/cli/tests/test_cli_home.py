@@ -14,7 +14,7 @@ import pytest
 
 from pilotlight.cli.home import MAX_SOCKET_PATH_BYTES, Home, HomeInUse, HomeUnusable
 from pilotlight.cli.running import stop_running
-from pilotlight.common.settings import read_secret
+from pilotlight.common.secret_files import read_secret
 
 URL = "http://127.0.0.1:8000"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pilotlight.common.clock import ManualClock, SystemClock, wall_offset_s
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.ids import new_request_id, worker_id_of
-from pilotlight.common.settings import read_secret
+from pilotlight.common.secret_files import read_secret
 from pilotlight.common.waiting import (
     Backoff,
     Flag,

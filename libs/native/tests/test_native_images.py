@@ -6,121 +6,11 @@ import random
 import struct
 
 import pytest
+from graph_archives import ImageMaker, archive, archive_of_all_kinds
 
 from pilotlight.native.graphs import add_image, prune_image, recorded_images
 from pilotlight.native.library import NativeError, library
-
-KERNEL, DEVICE_FUNCTION = 0x10, 0
-NV_INFO, NV_CALLGRAPH = 0x70000000, 0x70000001
-
-
-def note(kind, *words):
-    payload = struct.pack(f"<{len(words)}I", *words)
-    return struct.pack("<BBH", 4, kind, len(payload)) + payload
-
-
-class ImageMaker:
-    """An image of the form that the driver's compiler gives: a section of code, notes and constants
-    for each kernel.
-    """
-
-    def __init__(self, kernels, functions=("helper",)):
-        self.names, self.bodies, self.kinds = [""], [b""], [(0, 0, 0, 0)]  # type, flags, link, info
-        self.symbols = [("", 0, 0, 0)]  # name, info, other, section
-        for function in functions:
-            text = self.add(f".text.{function}", b"H" * 40, 1, 6)
-            self.symbols.append((function, 0x02, DEVICE_FUNCTION, text))
-        for kernel in kernels:
-            text = self.add(f".text.{kernel}", kernel.encode() * 50, 1, 6)
-            self.symbols.append((kernel, 0x12, KERNEL, text))
-            bank = self.add(f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2, info=text)
-            self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
-        number = {name: index for index, (name, *_) in enumerate(self.symbols)}
-        for kernel in kernels:
-            notes = (
-                note(0x0A, number[f".nv.constant0.{kernel}"], 0x200)
-                + b"\x03\x19\x08\x00"
-                + note(0x0F, number[functions[0]])
-            )
-            self.add(
-                f".nv.info.{kernel}", notes, NV_INFO, 0x40, info=self.names.index(f".text.{kernel}")
-            )
-            relocation = struct.pack("<QQq", 8, number[functions[0]] << 32 | 2, 0)
-            self.add(
-                f".rela.text.{kernel}",
-                relocation,
-                4,
-                0x40,
-                info=self.names.index(f".text.{kernel}"),
-            )
-        of_all = b"".join(
-            note(0x2F, number[kernel], 32) + note(0x11, number[kernel], 0) for kernel in kernels
-        )
-        self.add(".nv.info", of_all + note(0x11, number[functions[0]], 7), NV_INFO, 0)
-        calls = b"".join(
-            struct.pack("<II", number[kernel], number[functions[0]]) for kernel in kernels
-        )
-        self.add(".nv.callgraph", struct.pack("<II", 0, 0xFFFFFFFF) + calls, NV_CALLGRAPH, 0)
-        self.add(".debug_frame", b"d" * 77, 1, 0)
-        for kernel in (*kernels, *functions):
-            place = self.names.index(f".text.{kernel}")
-            self.kinds[place] = (*self.kinds[place][:3], number[kernel] | 9 << 24)
-
-    def add(self, name, body, kind, flags, link=0, info=0):
-        self.names.append(name)
-        self.bodies.append(body)
-        self.kinds.append((kind, flags, link, info))
-        return len(self.names) - 1
-
-    def image(self):
-        strings, symbols = b"\0", b""
-        for name, info, other, section in self.symbols:
-            symbols += struct.pack(
-                "<IBBHQQ", len(strings) if name else 0, info, other, section, 0, 16
-            )
-            strings += name.encode() + b"\0" if name else b""
-        table = self.add(".symtab", symbols, 2, 0)
-        self.kinds[table] = (2, 0, self.add(".strtab", strings, 3, 0), 1)
-        for place, (kind, flags, _, info) in enumerate(self.kinds):
-            if kind in (4, NV_INFO):
-                self.kinds[place] = (kind, flags, table, info)
-        names = self.add(".shstrtab", b"", 3, 0)
-        self.bodies[names] = b"\0" + b"".join(name.encode() + b"\0" for name in self.names[1:])
-        out, headers, name_at = bytearray(64), b"", 1
-        for place, (name, body, (kind, flags, link, info)) in enumerate(
-            zip(self.names, self.bodies, self.kinds, strict=True)
-        ):
-            out += b"\0" * (-len(out) % 16)
-            start = len(out) if place else 0
-            headers += struct.pack(
-                "<IIQQQQIIQQ",
-                name_at if name else 0,
-                kind,
-                flags,
-                0,
-                start,
-                len(body),
-                link,
-                info,
-                16,
-                0,
-            )
-            out += body
-            name_at += len(name) + 1 if name else 0
-        out += b"\0" * (-len(out) % 8)
-        sections, segments = len(out), len(out) + len(headers)
-        text = [index for index, name in enumerate(self.names) if name.startswith(".text.")]
-        first = struct.unpack_from("<Q", headers, 64 * text[0] + 24)[0]
-        last = struct.unpack_from("<QQ", headers, 64 * text[-1] + 24)
-        out += headers + struct.pack(
-            "<IIQQQQQQ", 1, 5, first, 0, 0, sum(last) - first, sum(last) - first, 8
-        )
-        ident = b"\x7fELF\x02\x01\x01" + b"\x33" + b"\0" * 8
-        count = len(self.names)
-        out[:64] = ident + struct.pack(
-            "<HHIQQQIHHHHHH", 2, 190, 1, 0, segments, sections, 90, 64, 56, 1, 64, count, names
-        )
-        return bytes(out)
+from pilotlight.policy.graphs.restorable import Node, NotRestorable, require_restorable
 
 
 class Parsed:
@@ -246,76 +136,13 @@ def test_images_are_kept_once():
         add_image(b"nothing")
 
 
-HEADER, GRAPH, NODE, EDGE, KERNEL_ENTRY = "<8s4I6Q", "<6Q4I", "<2I3I3I2IQ6I", "<2I8s", "<2Q2I4i"
-
-
-def archive(**changes):
-    """One graph of an empty node and a kernel's behind it."""
-    wanted = {
-        "magic": b"PLGRAPH1",
-        "kernel": 0,
-        "from": 0,
-        "to": 1,
-        "param_bytes": 16,
-        "params_at": 0,
-        "image": 0,
-        "layout": (0, 8, 8, 8),
-        "first_edge": 0,
-        "image_bytes": 32,
-        "type": 5,
-        **changes,
-    }
-    out = bytearray(struct.calcsize(HEADER))
-
-    def put(data):
-        out.extend(b"\0" * (-len(out) % 16))
-        out.extend(data)
-        return len(out) - len(data)
-
-    nodes = struct.pack(NODE, wanted["type"], 0, *[0] * 6, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    nodes += struct.pack(
-        NODE,
-        0,
-        wanted["kernel"],
-        1,
-        1,
-        1,
-        32,
-        1,
-        1,
-        0,
-        0,
-        wanted["params_at"],
-        wanted["param_bytes"],
-        0,
-        0,
-        wanted["first_edge"],
-        1,
-        0,
-    )
-    edges = struct.pack(EDGE, wanted["from"], wanted["to"], b"")
-    places = put(nodes), put(edges), put(b""), put(b"p" * 16), 16
-    graph = struct.pack(GRAPH, 7, *places, 2, 1, 0, 0)
-    name, layout, image = (
-        put(b"kernel\0"),
-        put(struct.pack("<4I", *wanted["layout"])),
-        put(b"i" * 32),
-    )
-    kernels = put(struct.pack(KERNEL_ENTRY, name, layout, wanted["image"], 2, 0, -1, 0, 0))
-    images, graphs = put(struct.pack("<2Q", image, wanted["image_bytes"])), put(graph)
-    total = wanted.get("total", len(out))
-    out[: struct.calcsize(HEADER)] = struct.pack(
-        HEADER, wanted["magic"], 1, 1, 1, 0, images, kernels, graphs, total, 0, 0
-    )
-    return bytes(out)
-
-
 def check(data):
     library().call("archive_check", data, len(data))
 
 
 def test_an_archive_that_holds_together_is_taken():
     check(archive())
+    check(archive_of_all_kinds())
 
 
 @pytest.mark.parametrize(
@@ -333,6 +160,8 @@ def test_an_archive_that_holds_together_is_taken():
         ({"image": 1}, "kernel lies outside"),
         ({"first_edge": 1}, "outside of its graph"),
         ({"image_bytes": 1 << 62}, "image lies outside"),
+        ({"image_bytes": 60}, "does not hold together"),
+        ({"data": b"MZ" * 100}, "does not hold together"),
         ({"type": 3}, "do not fit"),
     ],
 )
@@ -354,3 +183,19 @@ def test_no_broken_archive_breaks_the_process():
         except NativeError:
             refused += 1
     assert refused > 500
+
+
+@pytest.mark.parametrize("kind", range(-1, 20))
+@pytest.mark.parametrize("kernel", ["nvjet_tst_192x8", "at_native_DISTRIBUTION_elementwise", ""])
+def test_what_is_written_down_is_what_the_policy_takes(kind, kernel):
+    """The driver's side refuses the same nodes, and by the same names."""
+    refused, name = None, kernel if kind == 0 else ""
+    try:
+        require_restorable([Node(kind, name)], {"image": [name]})
+    except NotRestorable as error:
+        refused = error.what
+    if refused is None:
+        library().call("graphs_check_node", kind, name.encode())
+    else:
+        with pytest.raises(NativeError, match="random numbers" if refused == "random" else refused):
+            library().call("graphs_check_node", kind, name.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from pilotlight.common.errors import SettingsInvalid
-from pilotlight.common.settings import read_secret
+from pilotlight.common.secret_files import read_secret
 
 SECRET = "cluster-key"
 MIN_CHARS = 16

@@ -17,7 +17,8 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from pilotlight.common.errors import SettingsInvalid
-from pilotlight.common.settings import S3Settings, read_secret
+from pilotlight.common.secret_files import read_secret
+from pilotlight.common.settings import S3Settings
 
 if TYPE_CHECKING:  # they exist for type checkers alone
     from obstore.store import ClientConfig, S3Config

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.faults import Faults
+from pilotlight.common.secret_files import read_secret
 from pilotlight.policy.eviction.choice import POLICIES
 from pilotlight.policy.eviction.tiers import DEFAULT
 
@@ -220,11 +221,3 @@ def _told(error: "ErrorDetails") -> str:
     if any(word in setting.lower() for word in _MAY_HOLD_SECRETS) or "://" in given:
         return f"{setting}: {error['msg']}"
     return f"{setting}: {error['msg']}, not {given[:MAX_SHOWN_CHARS]!r}"
-
-
-def read_secret(folder: Path | None, name: str) -> str | None:
-    """A secret from its file, without the newline at its end; None where there is no such file."""
-    if folder is None:
-        return None
-    path = folder / name
-    return path.read_text().strip() if path.is_file() else None

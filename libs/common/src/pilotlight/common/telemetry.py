@@ -17,7 +17,6 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -41,6 +40,7 @@ from pilotlight.common.light_spans import (
     detach,
     unsampled_context,
 )
+from pilotlight.common.logs import LEVELS, stamped, to_json, write_logs
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
@@ -48,18 +48,10 @@ from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export
 log = structlog.get_logger()
 
 
-_LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
 _TRACEPARENT = "traceparent"
-_stamped = structlog.processors.TimeStamper(fmt="iso", utc=True)
 _SAMPLED_FLAGS = ("-01", "-03")
 """Ends of contexts that are sampled; the second bit says that the trace id is random."""
 _propagator = TraceContextTextMapPropagator()
-_lines = msgspec.json.Encoder(enc_hook=repr)
 
 
 class SpanSink(Protocol):
@@ -95,34 +87,8 @@ _telemetry = _Telemetry()
 
 def configure_logging(service: str, level: str = "info") -> None:
     """Write every log line of this process, also those of libraries, as JSON on standard error."""
-    _telemetry.log_service, _telemetry.log_level = service, _LEVELS.get(level, logging.INFO)
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        _stamped,
-        _add_trace,
-        structlog.processors.format_exc_info,
-    ]
-
-    def add_service(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        event["service"] = service
-        return event
-
-    shared.insert(1, add_service)
-    render = structlog.processors.JSONRenderer(serializer=_to_json)
-    structlog.configure(
-        processors=[*shared, render],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level, logging.INFO)),
-        # Looked up for each line: a test or a daemon that redirects standard error means the log
-        # too.
-        logger_factory=lambda *_: _LogLines(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=shared)
-    )
-    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    _telemetry.log_service, _telemetry.log_level = service, LEVELS.get(level, logging.INFO)
+    write_logs(service, level, _add_trace)
 
 
 def log_request(event: str, action: str, **told: object) -> None:
@@ -143,23 +109,10 @@ def log_request(event: str, action: str, **told: object) -> None:
         "service": _telemetry.log_service,
         "level": "info",
     }
-    text = _to_json(_add_trace(None, "info", _stamped(None, "info", line)))
+    text = to_json(_add_trace(None, "info", stamped(None, "info", line)))
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
-
-
-class _LogLines(structlog.WriteLogger):
-    """Writes lines as long as they can be written: where logs go to a disk that is full, the
-    service goes on without.
-    """
-
-    def msg(self, message: str) -> None:
-        with contextlib.suppress(OSError):
-            super().msg(message)
-
-    log = debug = info = warn = warning = msg
-    fatal = failure = err = error = critical = exception = msg
 
 
 def start_telemetry(
@@ -392,7 +345,3 @@ def _add_trace(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
     return event
-
-
-def _to_json(value: Any, **_: Any) -> str:
-    return _lines.encode(value).decode()

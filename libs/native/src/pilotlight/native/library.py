@@ -64,6 +64,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (_U64, _U64, c_int, c_uint64, c_uint64, c_int, POINTER(c_void_p), _U64, _U64),
     ),
+    "graphs_check_node": (c_int, (c_int, c_char_p)),
     "free": (None, (c_void_p,)),
     "archive_check": (c_int, (c_char_p, c_uint64)),
     "archive_open": (c_int, (c_void_p, c_char_p, c_uint64, c_uint64, POINTER(c_void_p), _U64)),

@@ -20,7 +20,8 @@ from pilotlight.common.errors import (
     SettingsInvalid,
     Unauthorized,
 )
-from pilotlight.common.settings import BusSettings, read_secret
+from pilotlight.common.secret_files import read_secret
+from pilotlight.common.settings import BusSettings
 from pilotlight.common.waiting import within
 from pilotlight.gateway.settings import AccessSettings
 from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL, ApiKey, KeyRepository, Minted, Role

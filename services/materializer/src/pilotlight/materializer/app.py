@@ -24,8 +24,8 @@ from pilotlight.common.messages.artifacts import (
     PublishArtifact,
     ReportBuild,
 )
+from pilotlight.common.secret_files import read_secret
 from pilotlight.common.service import Application, Context
-from pilotlight.common.settings import read_secret
 from pilotlight.materializer.builds import BuildRepository
 from pilotlight.materializer.coordination import BuildMetrics, Coordination, Upkeep
 from pilotlight.materializer.handlers import Handlers

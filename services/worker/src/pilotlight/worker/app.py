@@ -12,8 +12,8 @@ from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file, memory_bytes
 from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.phase_reports import reported_phases
+from pilotlight.common.secret_files import read_secret
 from pilotlight.common.service import Application, Component, Context
-from pilotlight.common.settings import read_secret
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.cost import EngineSpeed

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Table, text
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.columns import metadata
-from pilotlight.common.settings import read_secret
+from pilotlight.common.secret_files import read_secret
 
 log = structlog.get_logger()
 

@@ -27,7 +27,8 @@ from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.ids import new_event_id
-from pilotlight.common.settings import DatabaseSettings, read_secret
+from pilotlight.common.secret_files import read_secret
+from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.telemetry import current_traceparent
 
 log = structlog.get_logger()

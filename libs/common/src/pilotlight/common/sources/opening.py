@@ -9,7 +9,7 @@ from pilotlight.checkpoint.reader import FolderSource, Source
 from pilotlight.common.errors import SettingsInvalid, UnprocessableInput
 from pilotlight.common.model_roots import ModelRootsSettings, pinned
 from pilotlight.common.model_uris import FolderUri, HubUri, S3Uri, parse_revision
-from pilotlight.common.settings import read_secret
+from pilotlight.common.secret_files import read_secret
 from pilotlight.common.sources.http import GuardedHttp
 from pilotlight.common.sources.hub import HubSource
 from pilotlight.common.sources.ranged import Patience

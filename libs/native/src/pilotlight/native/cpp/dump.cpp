@@ -12,9 +12,21 @@
 
 namespace pilotlight {
 
-GraphDriver &graph_driver() {
-    static GraphDriver found;
-    return found;
+int check_node(int type, const std::string &kernel) {
+    static const char *const TYPES[] = {"kernel",       "memcpy",           "memset",         "host",      "graph",    "empty",        "wait_event",
+                                        "event_record", "ext_semas_signal", "ext_semas_wait", "mem_alloc", "mem_free", "batch_mem_op", "conditional"};
+    // torch writes a generator's state into the graph's inputs at each replay, which a launch by the driver leaves out.
+    static const char *const RANDOM[] = {"philox", "curand", "distribution_", "dropout", "random_", "randperm", "bernoulli"};
+    if (type != KERNEL && type != MEMCPY && type != MEMSET && type != EMPTY) {
+        bool known = type >= 0 && type < static_cast<int>(sizeof TYPES / sizeof *TYPES);
+        std::string name = known ? TYPES[type] : "type_" + std::to_string(type);
+        return fail(MISUSED, "a graph has a node of type " + name + ", which no other process can have");
+    }
+    std::string lower(kernel);
+    for (char &letter : lower) letter = letter >= 'A' && letter <= 'Z' ? char(letter + 32) : letter;
+    for (const char *word : RANDOM)
+        if (lower.find(word) != std::string::npos) return fail(MISUSED, "the kernel " + kernel + " draws random numbers, which no graph repeats");
+    return OK;
 }
 
 namespace {
@@ -168,6 +180,7 @@ class Dumper {
     int dump_node(CUgraphNode handle, NodeEntry *node) {
         int type = 0;
         PILOTLIGHT_TRY(graph_driver().node_get_type(handle, &type));
+        if (int failed = check_node(type, "")) return failed;
         node->type = type;
         node->first_attribute = attributes_.size();
         std::string params;
@@ -181,8 +194,6 @@ class Dumper {
             CUmemsetNodeParams set{};
             PILOTLIGHT_TRY(graph_driver().memset_node_get(handle, &set));
             params.assign(reinterpret_cast<const char *>(&set), sizeof set);
-        } else if (type != EMPTY) {
-            return fail(MISUSED, "a graph has a node of type " + std::to_string(type) + ", which cannot be written down");
         }
         audit(params);
         node->params = parameters_.put(params.data(), params.size());
@@ -242,6 +253,7 @@ class Dumper {
         const char *name = nullptr;
         PILOTLIGHT_TRY(graph_driver().func_get_name(&name, function));
         kernel.name = name;
+        if (int failed = check_node(KERNEL, kernel.name)) return failed;
         auto attribute = [&](int id) {
             int value = 0;
             return graph_driver().func_get_attribute(&value, id, function) == CUDA_SUCCESS ? value : -1;
@@ -365,5 +377,7 @@ PILOTLIGHT_EXPORT int pilotlight_graphs_dump(const std::uint64_t *graphs, const 
     *size = made.size();
     return OK;
 }
+
+PILOTLIGHT_EXPORT int pilotlight_graphs_check_node(int type, const char *kernel) { return check_node(type, kernel); }
 
 PILOTLIGHT_EXPORT void pilotlight_free(char *bytes) { std::free(bytes); }

@@ -40,6 +40,7 @@ struct Symbol {
 };
 static_assert(sizeof(Symbol) == 24);
 
+constexpr char ELF_BEGINS[] = "\x7f" "ELF\x02\x01";  // 64 bits, little-endian
 constexpr std::uint32_t SYMBOLS = 2, RELA = 4, NO_BITS = 8, REL = 9, NV_INFO = 0x70000000, NV_CALLGRAPH = 0x70000001;
 constexpr std::uint64_t INFO_IS_SECTION = 0x40;
 constexpr unsigned char KERNEL_ENTRY = 0x10;
@@ -59,9 +60,7 @@ struct Elf {
 
     // False: it is no such file, or a broken one.
     bool parse(const std::string &data) {
-        if (data.size() < sizeof header || std::memcmp(data.data(), "\x7f"
-                                                                    "ELF\x02\x01",
-                                                       6))
+        if (data.size() < sizeof header || std::memcmp(data.data(), ELF_BEGINS, sizeof ELF_BEGINS - 1))
             return false;
         std::memcpy(&header, data.data(), sizeof header);
         if (!table(data, header.sections, header.num_sections, header.section_bytes, &sections) ||

@@ -103,6 +103,9 @@ struct GraphDriver {
     bool found = false;
 };
 
+// Whether a node can be made again in another process: of its type, and of its kernel's name if it is a kernel. The message names what cannot.
+int check_node(int type, const std::string &kernel);
+
 // The functions; `open_graph_driver` finds them once.
 GraphDriver &graph_driver();
 int open_graph_driver();

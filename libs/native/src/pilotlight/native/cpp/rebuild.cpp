@@ -12,6 +12,11 @@
 
 namespace pilotlight {
 
+GraphDriver &graph_driver() {
+    static GraphDriver found;
+    return found;
+}
+
 int open_graph_driver() {
     GraphDriver &api = graph_driver();
     if (api.found) return OK;

@@ -24,9 +24,9 @@ import structlog
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.envelope import Timed
 from pilotlight.common.faults import Faults
+from pilotlight.common.logs import write_logs
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
-from pilotlight.common.telemetry import configure_logging
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
 from pilotlight.worker.engine_child.slate import Slate
@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: Sequence[str]) -> int:
     """Serve one parent until it ends the child or is gone; the exit status."""
     options = _options(arguments)
-    configure_logging("engine", options.log_level)
+    write_logs("engine", options.log_level)
     _die_with(options.parent)
     connection = socket.socket(fileno=options.fd)
     for descriptor in (options.fd, options.slate_fd):

@@ -1,0 +1,112 @@
+"""Graphs come back one by one: what is needed first, then by use; who asks goes before."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pilotlight.policy.graphs.restoring import (
+    COPIES_WHILE_RESTORING,
+    COPY_BYTES,
+    Restoring,
+    Run,
+    ask,
+    began,
+    ended,
+    next_graph,
+    size_of,
+)
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def all_of(restoring: Restoring) -> list[int]:
+    """The order in which everything comes back, if nobody asks."""
+    order: list[int] = []
+    while (size := next_graph(restoring)) is not None:
+        order.append(size)
+        restoring = ended(began(restoring, size), size, restored=True)
+    assert restoring.done
+    return order
+
+
+def test_the_needed_size_comes_first_and_the_rest_by_use() -> None:
+    begun = Restoring(sizes=SIZES, uses={4: 10, 1: 99, 16: 10})
+    run, begun = ask(begun, 7, kernels_loaded=False)
+    assert run is Run.WAIT
+    assert all_of(begun) == [8, 1, 4, 16, 2]
+
+
+def test_a_size_that_is_asked_for_goes_before_all_that_nobody_waits_for() -> None:
+    one = began(Restoring(sizes=SIZES, uses={1: 9, 2: 8}), 1)
+    run, one = ask(one, 16, kernels_loaded=True)
+    assert run is Run.LAUNCH_LIST
+    run, one = ask(one, 8, kernels_loaded=False)
+    assert (run, next_graph(one)) == (Run.WAIT, None), "one at a time"
+    one = ended(one, 1, restored=True)
+    assert all_of(one) == [16, 8, 2, 4]
+
+
+def test_what_is_ready_is_replayed_and_what_is_refused_or_unknown_runs_eagerly() -> None:
+    one = ended(began(Restoring(sizes=SIZES), 1), 1, restored=True)
+    assert ask(one, 1, kernels_loaded=False) == (Run.REPLAY, one)
+    assert ask(one, 17, kernels_loaded=True) == (Run.EAGER, one)
+    two = ended(began(one, 2), 2, restored=False)
+    assert ask(two, 2, kernels_loaded=True) == (Run.EAGER, two)
+    assert 2 not in all_of(two)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 4), (16, 16), (17, None)])
+def test_a_step_takes_the_least_graph_that_holds_it(rows: int, size: int | None) -> None:
+    assert size_of(Restoring(sizes=SIZES), rows) == size
+
+
+def test_copies_are_bounded_until_everything_is_back() -> None:
+    one = Restoring(sizes=(1,))
+    assert one.copies == COPIES_WHILE_RESTORING
+    assert began(one, 1).copies == COPIES_WHILE_RESTORING
+    assert ended(began(one, 1), 1, restored=True).copies is None
+    assert COPIES_WHILE_RESTORING * COPY_BYTES == 32 << 20
+
+
+@given(
+    uses=st.dictionaries(st.sampled_from(SIZES), st.integers(0, 5)),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.just("step"), st.integers(1, 20), st.booleans()),
+            st.tuples(st.sampled_from(["begin", "end", "refuse"])),
+        )
+    ),
+)
+def test_every_graph_comes_back_once_and_nobody_waits_for_two_that_came_later(
+    uses: dict[int, int], events: list[tuple[object, ...]]
+) -> None:
+    one = Restoring(sizes=SIZES, uses=uses)
+    begun: list[int] = []
+    waiting: list[int] = []
+    for what, *rest in events:
+        if what == "step":
+            rows, loaded = int(str(rest[0])), bool(rest[1])
+            run, after = ask(one, rows, kernels_loaded=loaded)
+            size = size_of(one, rows)
+            assert (run is Run.REPLAY) == (size in one.ready)
+            assert (run is Run.EAGER) == (size is None or size in one.refused)
+            assert run is not Run.LAUNCH_LIST or loaded
+            if run in (Run.WAIT, Run.LAUNCH_LIST) and size is not None and size not in waiting:
+                waiting.append(size)
+            one = after
+        elif what == "begin":
+            size = next_graph(one)
+            if size is not None:
+                open_ = [wanted for wanted in waiting if wanted not in begun]
+                assert not open_ or size == open_[0], "who asked first is served first"
+                begun.append(size)
+                one = began(one, size)
+        elif one.building is not None:
+            one = ended(one, one.building, restored=what == "end")
+    if one.building is not None:
+        one = ended(one, one.building, restored=True)
+    begun += all_of(one)
+    assert sorted(begun) == list(SIZES), "each once"
+    assert all_of(replace(one, sizes=())) == []
