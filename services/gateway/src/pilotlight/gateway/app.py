@@ -47,6 +47,7 @@ from pilotlight.gateway.records.display import DecisionReader, Display
 from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
+from pilotlight.gateway.records.start_costs import StartCosts
 from pilotlight.gateway.records.usage import UsageRecorder
 from pilotlight.gateway.records.usage_report import UsageReader
 from pilotlight.gateway.serving.arrivals import ArrivalPublisher
@@ -58,6 +59,7 @@ from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 from pilotlight.gateway.serving.requests import RequestParts, Requests
 from pilotlight.gateway.serving.route import Router
+from pilotlight.gateway.serving.start_watch import StartWatch
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
@@ -256,6 +258,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     usage = UsageRecorder(database, clock, background, folder=settings.run_dir)
     serving = build_serving(context, DecisionReader(database))
+    start_costs = StartCosts(database, clock, background, serving.gateway_id)
+    StartWatch(serving.fleet, serving.queue, start_costs)
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
@@ -364,6 +368,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         texts,
         catalog,
         usage,
+        start_costs,
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,
