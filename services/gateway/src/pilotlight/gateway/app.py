@@ -64,8 +64,8 @@ from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
 from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, PoolingParts
 from pilotlight.gateway.surfaces.pooling.prompts import PooledPrompts
-from pilotlight.gateway.surfaces.pooling.routes import PoolingParts
 from pilotlight.gateway.surfaces.responses.store import ResponseRepository
 from pilotlight.gateway.surfaces.routes import ANSWERING_PATHS, SurfaceParts, surface_routes
 from pilotlight.gateway.tenants.following import KeyFollower
@@ -322,6 +322,9 @@ async def build(context: Context[GatewaySettings]) -> Application:
             secure=settings.public_url.startswith("https:"),
         )
     )
+    pooling = PoolingParts(
+        api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
+    )
     surfaces = surface_routes(
         SurfaceParts(
             api=api,
@@ -329,9 +332,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
             responses=ResponseRepository(database, clock, settings.responses_max_per_key),
             clock=clock,
             door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
-            pooling=PoolingParts(
-                api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
-            ),
+            pooling=pooling,
         )
     )
     batches = build_batches(
@@ -345,6 +346,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         background,
         serving.gateway_id,
         lambda: (serving.requests.live, serving.queue.held),
+        Embedder(pooling).whole,
     )
     server = build_server(context, serving, api, [*surfaces, *batches.routes.routes()], admin, ui)
 
