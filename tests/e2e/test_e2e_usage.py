@@ -1,5 +1,5 @@
-"""Usage of a gateway that is killed, and of many clients that leave: what was counted is what clients
-were answered.
+"""Usage of a gateway that is killed, and of clients of which half leave: what was counted is what
+they were answered.
 """
 
 import asyncio
