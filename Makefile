@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
+.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -52,6 +52,10 @@ test-compose:  ## build the containers, run the system with docker compose, brea
 test-clients:  ## what clients of OpenAI's, Anthropic's and Ollama's APIs do, with their own libraries where there are such
 	@tools/bootstrap.sh dev
 	@$(PYTEST) services/gateway/tests/test_gateway_openai_*.py services/gateway/tests/test_gateway_surfaces_*.py $(LIMITED)
+
+test-streams:  ## 64 streams at a time for a minute, of which half leave: the server counts what its clients do. SECONDS=
+	@tools/bootstrap.sh dev
+	@PILOTLIGHT_STREAMS_S=$(or $(SECONDS),60) $(PYTEST) tests/e2e/test_e2e_usage.py -k half_leave
 
 test-s3:  ## the S3 tests against Ceph's server, which is installed where it is missing
 	@tools/bootstrap.sh dev

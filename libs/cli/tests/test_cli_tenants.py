@@ -53,6 +53,8 @@ USED = {
     "failed": 1,
     "prompt_tokens": 5,
     "output_tokens": 6,
+    "device_s": 2.5,
+    "start_device_s": 0.25,
 }
 
 

@@ -41,8 +41,8 @@ from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.testing import ScriptedWorker, entries_of
 from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
 from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, PoolingParts
 from pilotlight.gateway.surfaces.pooling.prompts import PooledPrompts
-from pilotlight.gateway.surfaces.pooling.routes import PoolingParts
 from pilotlight.gateway.surfaces.routes import SurfaceParts, surface_routes
 from pilotlight.gateway.surfaces.testing import KeptResponses
 from pilotlight.gateway.testing import (
@@ -254,6 +254,7 @@ def _world(
         context.background,
         serving.gateway_id,
         lambda: (serving.requests.live, serving.queue.held),
+        Embedder(surfaces.pooling).whole,
     )
     routes = [*surface_routes(surfaces), *batches.routes.routes()]
     app = build_http(api, routes, pages, Starlette(), Starlette())

@@ -4,21 +4,26 @@ gateways.
 
 import asyncio
 import json
+import struct
 from datetime import timedelta
 
 import openai
 import pytest
+from openai.types import CreateEmbeddingResponse
 from sqlalchemy import delete, func, update
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
+from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.common.testing import until
 from pilotlight.gateway.batches import runner as runner_module
 from pilotlight.gateway.batches.repository import BatchRepository, LeaseLost, Line
 from pilotlight.gateway.schema.batches import BatchRequest
 from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.access import KeyScope
+from pilotlight.policy.pooling import Pooling, PoolingMode
+from pilotlight.policy.request import FinishReason
 
 pytestmark = pytest.mark.anyio
 
@@ -334,3 +339,35 @@ async def test_content_comes_back_as_it_was_sent(batching):
     assert (await batching.client.files.content(file.id)).content == content
     with pytest.raises(openai.BadRequestError):
         await batching.client.files.create(file=("x", b"x"), purpose="fine-tune")
+
+
+async def test_openais_client_has_vectors_made_by_a_batch(database, make_world):
+    world = await make_world(
+        database=database, pooling=Pooling(mode=PoolingMode.LAST, normalize=True)
+    )
+    worker = await world.worker()
+    worker.script = lambda submit: [
+        TokenEntry(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            seq=0,
+            token_ids=[0],
+            finish=FinishReason.LENGTH,
+            vector=struct.pack("<2f", len(submit.prompt_ids), 0.5),
+        )
+    ]
+    bodies = [{"model": "fox", "input": ["a", "fox"]}, {"model": "nobody", "input": "a"}]
+    url = "/v1/embeddings"
+    content = "\n".join(line(n, url=url, body=body) for n, body in enumerate(bodies)).encode()
+    file = await world.client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await world.client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window="24h"
+    )
+    batch = await reaches(world, batch.id, *ENDED)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 1)
+    (made,) = await results(world, batch.output_file_id)
+    answer = CreateEmbeddingResponse.model_validate(made["response"]["body"], strict=True)
+    sizes = [len(world.tokenizer.raw.encode(text).ids) for text in ("a", "fox")]
+    assert [each.embedding for each in answer.data] == [[n, 0.5] for n in sizes]
+    (failure,) = await results(world, batch.error_file_id)
+    assert failure["response"]["body"]["error"]["code"] == "model_not_found"

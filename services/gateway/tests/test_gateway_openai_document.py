@@ -51,7 +51,7 @@ async def test_what_is_answered_by_the_fleet_is_traced():
         for operation in operations.values()
         if "stream" in operation["responses"]["200"]["description"]
     }
-    pooled = {"/v1/embeddings", "/v1/rerank", "/v1/score"}
+    pooled = {"/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"}
     assert streamed == TRACED_PATHS - {"/ui/chat"} - pooled
 
 

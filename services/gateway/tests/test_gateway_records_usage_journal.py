@@ -53,13 +53,13 @@ def meter(name, streamed=True):
 
 def row(name):
     return UsageRow(at=AT, model="fox", key_id="k", request_id=name, prompt_tokens=5,
-                    output_tokens=9, status="ok")
+                    output_tokens=9, status="ok", device_s=1.5)
 
 for name in ("ended", "written"):
     one = meter(name)
     one.output(9)
     one.ended(row(name))
-meter("streams").output(3)
+meter("streams").output(3, 0.25)
 meter("whole", streamed=False).output(3)
 meter("silent")
 freed = meter("freed")
@@ -71,6 +71,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def _row(name: str, **changes: object) -> UsageRow:
     given = {"at": AT, "model": "fox", "key_id": "k", "request_id": name, "prompt_tokens": 5}
+    given["device_s"] = 1.5
     return UsageRow(**{**given, "output_tokens": 9, "status": "ok", **changes})  # pyright: ignore[reportArgumentType]
 
 
@@ -93,7 +94,7 @@ def test_a_killed_process_leaves_what_its_clients_were_given(tmp_path: Path) -> 
     assert left.rows == [
         _row("ended"),
         _row("written"),
-        _row("streams", output_tokens=3, status=LOST_STATUS),
+        _row("streams", output_tokens=3, status=LOST_STATUS, device_s=0.25),
     ]
     # It is locked for the one that has it.
     assert not list(left_behind(tmp_path))
@@ -111,6 +112,21 @@ def test_the_file_of_one_that_lives_is_left_alone_and_goes_with_it(tmp_path: Pat
     meter.written()
     journal.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_slot_that_is_used_again_has_nothing_of_the_one_before(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, WRITER)
+    first = _begin(journal, "a")
+    assert first is not None
+    first.output(3, 2.0)
+    first.written()
+    second = _begin(journal, "b")
+    assert second is not None
+    second.ended(_row("b", device_s=0.0))
+    journal.close()
+    (left,) = left_behind(tmp_path)
+    assert left.rows == [_row("b", device_s=0.0)]
+    left.done()
 
 
 def test_rows_that_were_not_written_outlive_an_orderly_end(tmp_path: Path) -> None:

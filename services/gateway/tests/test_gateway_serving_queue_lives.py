@@ -14,9 +14,10 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import PilotlightError, TransientError
 from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.gateway.serving.fleet import Fleet
-from pilotlight.gateway.serving.queue import PendingQueue, Place, Ticket
+from pilotlight.gateway.serving.queue import PendingQueue, Place
 from pilotlight.gateway.serving.route import Router, Siblings
 from pilotlight.gateway.serving.testing import ScriptedWorker
+from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.gateway.testing import model_of
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.cluster import HeldState

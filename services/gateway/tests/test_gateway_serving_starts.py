@@ -7,8 +7,9 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import ModelCold
-from pilotlight.gateway.serving.queue import PendingQueue, Ticket
+from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.starts import ColdStart, ModelState, Readiness, Starts
+from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.gateway.testing import model_of
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.plan import InstanceState

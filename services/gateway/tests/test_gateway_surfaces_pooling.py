@@ -272,3 +272,56 @@ async def test_a_large_body_is_read_by_a_helper(scoring, embedding, path):
     answer = await world.http.post(path, json=asked)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == 64
+
+
+async def test_ollamas_clients_get_the_vectors_of_texts_and_of_one(embedding):
+    counted = lengths(embedding, TEXTS)
+    body = {"model": "fox:latest", "input": TEXTS, "options": {"seed": 1}, "keep_alive": "5m"}
+    answer = (await embedding.http.post("/api/embed", json=body)).json()
+    assert answer["embeddings"] == [[n, 0.5, -0.25] for n in counted]
+    assert (answer["model"], answer["prompt_eval_count"]) == ("fox", sum(counted))
+    assert answer["total_duration"] > 0 == answer["load_duration"]
+    one = await embedding.http.post("/api/embed", json={"model": "fox", "input": TEXTS[0]})
+    assert one.json()["embeddings"] == [[counted[0], 0.5, -0.25]]
+    old = await embedding.http.post("/api/embeddings", json={"model": "fox", "prompt": TEXTS[0]})
+    assert old.json() == {"embedding": [counted[0], 0.5, -0.25]}
+    assert [row["prompt_tokens"] for row in embedding.usage.rows] == [
+        sum(counted),
+        counted[0],
+        counted[0],
+    ]
+    shown = await embedding.http.post("/api/show", json={"model": "fox"})
+    assert shown.json()["capabilities"][0] == "embedding"
+
+
+async def test_ollamas_clients_have_long_texts_cut_unless_they_say_no(embedding):
+    body = {"model": "fox", "input": "fox " * 500}
+    cut = await embedding.http.post("/api/embed", json=body)
+    assert cut.json()["embeddings"] == [[64, 0.5, -0.25]]
+    refused = await embedding.http.post("/api/embed", json={**body, "truncate": False})
+    assert refused.status_code == 400
+    assert "context_length_exceeded" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/api/embed", {"model": "fox", "input": []}, 400),
+        ("/api/embed", {"model": "fox", "input": [""]}, 400),
+        ("/api/embed", {"model": "fox", "input": [[1, 2]]}, 400),
+        ("/api/embed", {"model": "fox"}, 400),
+        ("/api/embed", {"model": "nobody", "input": "a"}, 404),
+        ("/api/embeddings", {"model": "fox", "prompt": ""}, 400),
+        ("/api/embeddings", {"model": "nobody", "prompt": "a"}, 404),
+    ],
+)
+async def test_what_ollamas_clients_are_refused(embedding, path, body, status):
+    answer = await embedding.http.post(path, json=body)
+    assert answer.status_code == status
+    assert list(answer.json()) == ["error"]
+
+
+async def test_a_chat_model_makes_no_vectors_for_ollamas_clients(world):
+    answer = await world.http.post("/api/embed", json={"model": "fox", "input": "a"})
+    assert answer.status_code == 400
+    assert list(answer.json()) == ["error"]

@@ -323,3 +323,34 @@ def test_a_vector_goes_with_its_token_until_that_has_arrived() -> None:
     table.acknowledge(GATEWAY, ack(1), 0.0)
     assert table.entry(key, 1) is not None
     assert table.entry(key, 1).vector is None
+
+
+def test_tokens_say_what_the_device_gave_their_request_so_far() -> None:
+    """Two requests of which one comes later: the seconds that both were there are halved."""
+    table = RequestTable(8)
+    for request_id, at_s in (("req-1", 1.0), ("req-2", 3.0)):
+        table.accept(submit(request_id))
+        table.shares.begin(RequestKey(RequestId(request_id), 1), at_s)
+    table.produced(produced(0, [5]), 5.0)
+    first = table.entry(RequestKey(RequestId("req-1"), 1), 0)
+    assert first is not None
+    assert first.device_s == 3.0
+    table.produced(produced(1, [6], FinishReason.STOP), 7.0)
+    table.produced(produced(0, [7], FinishReason.STOP, request_id="req-2"), 8.0)
+    ends = [table.entry(RequestKey(RequestId(name), 1), 0) for name in ("req-1", "req-2")]
+    assert [entry.device_s for entry in ends if entry is not None] == [4.0, 3.0]
+    assert len(table.shares) == 0
+
+
+def test_a_cancelled_request_has_its_share_until_the_engine_confirms() -> None:
+    table = RequestTable(8)
+    for request_id in ("req-1", "req-2"):
+        table.accept(submit(request_id))
+        table.shares.begin(RequestKey(RequestId(request_id), 1), 0.0)
+    table.cancel(GATEWAY, [RequestId("req-1")])
+    table.produced(produced(0, [7], request_id="req-2"), 2.0)
+    table.produced(produced(0, [], FinishReason.CANCELLED), 4.0)
+    table.produced(produced(1, [8], FinishReason.STOP, request_id="req-2"), 6.0)
+    last = table.entry(RequestKey(RequestId("req-2"), 1), 0)
+    assert last is not None
+    assert last.device_s == 4.0

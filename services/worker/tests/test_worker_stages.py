@@ -92,3 +92,19 @@ async def test_a_request_that_outlasts_its_drain_can_go_on_elsewhere(make_rig: M
     await rig.state(None)
     await rig.command(rig.a_hold("inst-2"))
     await rig.state(HeldState.READY, "inst-2")
+
+
+async def test_what_a_load_took_is_in_the_report_of_its_stage(make_rig: MakeRig) -> None:
+    """All of the device's time, where nothing else used it, from the command until it was ready."""
+    rig = await make_rig()
+    shares, clock = rig.worker.core.table.shares, rig.worker.core.clock
+    begun_s = clock.monotonic_s()
+    await rig.command(rig.a_hold())
+    ready = await rig.state(HeldState.READY)
+    passed_s = clock.monotonic_s() - begun_s
+    assert ready is not None
+    assert 0 < ready.start_device_s <= passed_s
+    await rig.submit(max_tokens=5)
+    last = await rig.finish_of()
+    assert 0 < last.device_s <= clock.monotonic_s() - begun_s - ready.start_device_s
+    assert len(shares) == 0

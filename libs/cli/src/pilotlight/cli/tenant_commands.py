@@ -241,7 +241,7 @@ def usage(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Show requests and tokens by day, key and model."""
+    """Show requests, tokens and device-seconds by day, key and model."""
     from pilotlight.cli import tenants
 
     if csv and json:

@@ -173,7 +173,7 @@ def revoke_key(client: AdminClient, key_id: str, *, as_json: bool) -> int:
 
 
 def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as_csv: bool) -> int:
-    """Requests and tokens by day, key and model.
+    """Requests, tokens and device-seconds by day, key and model.
 
     Args:
         client: Asks the gateway.
@@ -196,10 +196,15 @@ def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as
             f"{one['key_id']} {one['label']}".strip(),
             one["model"],
             *(f"{one[name]:,}" for name in counts),
+            *(f"{one[name]:,.3f}" for name in ("device_s", "start_device_s")),
         )
         for one in found["usage"]
     ]
-    columns = ("day (UTC)", "project", "key", "model", *(name.replace("_", " ") for name in counts))
+    columns = (
+        *("day (UTC)", "project", "key", "model"),
+        *(name.replace("_", " ") for name in counts),
+        *("device s", "cold starts s"),
+    )
     show_table(columns, rows, "nothing was used")
     return 0
 

@@ -181,6 +181,9 @@ class HeldStage:
     port: int = 0
     """Where its engine listens for the engines of the instance's other stages; 0: nowhere."""
     loan: KvLoan = KvLoan()
+    start_device_s: float = 0.0
+    """Device-seconds that its load took, beside what else used the device then (``device_time``); 0
+    while it loads."""
 
     @property
     def kv_reach_tokens(self) -> int:

@@ -47,6 +47,7 @@ from pilotlight.gateway.records.display import DecisionReader, Display
 from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
+from pilotlight.gateway.records.start_costs import StartCosts
 from pilotlight.gateway.records.usage import UsageRecorder
 from pilotlight.gateway.records.usage_report import UsageReader
 from pilotlight.gateway.serving.arrivals import ArrivalPublisher
@@ -58,12 +59,13 @@ from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 from pilotlight.gateway.serving.requests import RequestParts, Requests
 from pilotlight.gateway.serving.route import Router
+from pilotlight.gateway.serving.start_watch import StartWatch
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.settings import GatewaySettings, parsed_aliases, parsed_list
 from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, PoolingParts
 from pilotlight.gateway.surfaces.pooling.prompts import PooledPrompts
-from pilotlight.gateway.surfaces.pooling.routes import PoolingParts
 from pilotlight.gateway.surfaces.responses.store import ResponseRepository
 from pilotlight.gateway.surfaces.routes import ANSWERING_PATHS, SurfaceParts, surface_routes
 from pilotlight.gateway.tenants.following import KeyFollower
@@ -256,6 +258,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     registration = Registration(database, context, Sources(settings, Patience()), catalog, texts)
     usage = UsageRecorder(database, clock, background, folder=settings.run_dir)
     serving = build_serving(context, DecisionReader(database))
+    start_costs = StartCosts(database, clock, background, serving.gateway_id)
+    StartWatch(serving.fleet, serving.queue, start_costs)
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
@@ -318,6 +322,9 @@ async def build(context: Context[GatewaySettings]) -> Application:
             secure=settings.public_url.startswith("https:"),
         )
     )
+    pooling = PoolingParts(
+        api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
+    )
     surfaces = surface_routes(
         SurfaceParts(
             api=api,
@@ -325,9 +332,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
             responses=ResponseRepository(database, clock, settings.responses_max_per_key),
             clock=clock,
             door=Door.of(parsed_list(settings.ollama_clients), settings.public_url),
-            pooling=PoolingParts(
-                api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
-            ),
+            pooling=pooling,
         )
     )
     batches = build_batches(
@@ -341,6 +346,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         background,
         serving.gateway_id,
         lambda: (serving.requests.live, serving.queue.held),
+        Embedder(pooling).whole,
     )
     server = build_server(context, serving, api, [*surfaces, *batches.routes.routes()], admin, ui)
 
@@ -364,6 +370,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         texts,
         catalog,
         usage,
+        start_costs,
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,

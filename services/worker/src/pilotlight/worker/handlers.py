@@ -105,6 +105,7 @@ class Handlers:
                 message=error.message,
                 retry_after_s=error.retry_after_s or 0.0,
             )
+        self._core.table.shares.begin(key, self._core.clock.monotonic_s())
         self._core.metrics.accepted.inc()
         self._core.make_way()
         self._spans.begin(key, submit.instance_id, trace_parent)

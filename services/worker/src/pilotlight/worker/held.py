@@ -66,6 +66,8 @@ class Held:
     joined: bool = False
     """It is one of a pipeline."""
     loan: StageLoan = field(default_factory=StageLoan)
+    start_device_s: float = 0.0
+    """What its load had of the device, once it is over."""
 
     @property
     def serves(self) -> bool:
@@ -143,6 +145,7 @@ class Held:
             kv_capacity_tokens=self.kv_capacity_tokens,
             loaded=self.placed,
             open=self.serves and (self.state is HeldState.LOADING or bool(hold.members)),
+            start_device_s=self.start_device_s,
         )
 
 

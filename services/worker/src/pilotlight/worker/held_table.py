@@ -99,6 +99,7 @@ class HeldTable:
         assert state is not None
         held = Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
         self._held[hold.instance_id] = held
+        self._core.table.shares.begin(hold.instance_id, held.since_s)
         self._core.room_changed.set()
         return held
 
@@ -106,8 +107,11 @@ class HeldTable:
         """Take a stage through the table of states; one that has ended is held no longer."""
         state = step(held.state, event)
         held.since_s = self._core.clock.monotonic_s()
+        instance_id = held.hold.instance_id
+        had_s = self._core.table.shares.end(instance_id, held.since_s)
+        if event is HeldEvent.LOADED:
+            held.start_device_s = had_s
         if state is None:
-            instance_id = held.hold.instance_id
             del self._held[instance_id]
             self._core.table.instance_gone(instance_id)
         else:

@@ -18,6 +18,7 @@ from pilotlight.common.errors import BadRequest, Conflict, InternalError, NotFou
 from pilotlight.common.messages.engine import Produced
 from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import AckEntry, Resend, Submit, TokenEntry
+from pilotlight.policy.device_time import DeviceShares
 from pilotlight.policy.ids import GatewayId, InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, RequestKey
 
@@ -68,6 +69,8 @@ class _Kept:
     waits_since_s: float | None = None
     """Since when its gateway has been silent with something outstanding; None when nothing is."""
     cancelled: bool = False
+    device_s: float = 0.0
+    """What it had of the device, up to its last token."""
 
     @property
     def next(self) -> int:
@@ -90,6 +93,7 @@ class _Kept:
             cached_tokens=0 if self.kept + skip else self.cached_tokens,
             prompt=None if self.kept + skip else self.prompt,
             vector=None if self.kept + skip else self.vector,
+            device_s=self.device_s,
         )
 
 
@@ -106,6 +110,8 @@ class RequestTable:
         self._held_tokens: Counter[InstanceId] = Counter()
         self._ended_s: dict[InstanceId, float] = {}
         self._forgotten: OrderedDict[RequestKey, None] = OrderedDict()
+        self.shares = DeviceShares()
+        """Of the device's time: these requests, and stages that load (``HeldTable``)."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -200,6 +206,7 @@ class RequestTable:
                 f"the engine gave {kept.key.request_id} position {produced.position}, not {start}"
             )
         kept.token_ids += produced.token_ids
+        kept.device_s = self.shares.so_far_s(kept.key, now_s)
         kept.cached_tokens = kept.cached_tokens or produced.cached_tokens
         kept.prompt = kept.prompt or produced.prompt
         kept.vector = kept.vector or produced.vector
@@ -358,6 +365,7 @@ class RequestTable:
 
     def _end(self, kept: _Kept, now_s: float) -> None:
         self._ended_s[kept.instance_id] = now_s
+        self.shares.end(kept.key, now_s)
         self._left(kept)
 
     def _left(self, kept: _Kept) -> None:

@@ -132,9 +132,35 @@ usage = Table(
     count("prompt_tokens"),
     count("output_tokens"),
     text("status"),
+    Column("device_s", Double, nullable=False, server_default="0"),
     Index("usage_key_id_at_idx", "key_id", "at"),
     schema="gateway",
 )
+
+start_costs = Table(
+    "start_costs",
+    metadata,
+    key("instance_id"),
+    key("worker_id"),
+    text("model"),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    Column("device_s", Double, nullable=False),
+    schema="gateway",
+)
+"""What the loads of cold starts had of devices, as their workers say."""
+
+start_holds = Table(
+    "start_holds",
+    metadata,
+    key("instance_id"),
+    key("gateway_id"),
+    key("key_id"),
+    count("requests"),
+    Column("at", DateTime(timezone=True), nullable=False, index=True),
+    schema="gateway",
+)
+"""For whom instances were started: requests of each key that one gateway held for the model when it
+heard of the start."""
 
 spans = Table(
     "spans",

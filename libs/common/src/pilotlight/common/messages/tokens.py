@@ -94,6 +94,9 @@ class TokenEntry(Message, frozen=True, kw_only=True):
     vector: bytes | None = None
     """Of the entry of a request that is pooled: its vector or score, float32 and lowest byte
     first."""
+    device_s: float = 0.0
+    """Device-seconds that this attempt had up to its last token here (``policy.device_time``); 0:
+    of a release that does not say."""
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

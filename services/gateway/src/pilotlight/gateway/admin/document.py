@@ -169,7 +169,9 @@ Keys = _of("Keys", "Keys, the newest first.", keys=list[KeyReply])
 NewKeyReply = _of(
     "NewKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
 )
-UsageRows = _of("Usage", "Requests and tokens by day, key and model.", usage=list[DayUsage])
+UsageRows = _of(
+    "Usage", "Requests, tokens and device-seconds by day, key and model.", usage=list[DayUsage]
+)
 
 REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("post", "/models"): ShownModel,

@@ -211,7 +211,8 @@ def emptied(url: URL) -> None:
     with engine.begin() as connection:
         connection.execute(
             text(
-                "TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.audit, gateway.drains, gateway.outbox"
+                "TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.audit, gateway.drains, gateway.outbox, "
+                "gateway.start_costs, gateway.start_holds"
             )
         )
     engine.dispose()

@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from pilotlight.common.errors import BadRequest, InternalError, PilotlightError
 from pilotlight.common.ids import new_request_id
@@ -29,8 +30,12 @@ from pilotlight.gateway.schema.batches import (
     LineError,
     LineResult,
 )
+from pilotlight.gateway.schema.pooling import EmbeddingRequest
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
 
+EMBEDDINGS_PATH = "/v1/embeddings"
+Embed = Callable[[Scope, Asker, EmbeddingRequest], Awaitable[bytes]]
+"""Makes vectors: the whole answer's body."""
 MAX_LINES = 10_000
 MAX_TOLD = 20
 """Errors of one file that are told."""
@@ -99,6 +104,7 @@ class LineRunner:
     """Say what the owner may do now: its key may have ended, or lost a model, since then."""
     encoder: PromptEncoder
     rng: random.Random
+    embed: Embed
 
     async def run(self, key_id: str, number: int, line: BatchLine) -> Line:
         """What a line is answered; an error that another try may mend is tried again.
@@ -131,6 +137,9 @@ class LineRunner:
         key = (await self.keys.of_key(key_id, "inference")).for_route(line.url)
         asker = Asker(request_id=request_id, key=key, arrived_s=api.now_s(), paced=False)
         scope: dict[str, Any] = {"type": "http", "state": {}}
+        if line.url == EMBEDDINGS_PATH:
+            asked = await self.encoder.read(raw, EmbeddingRequest, key_id)
+            return await self.embed(scope, asker, asked)
         if line.url == CHAT_PATH:
             chat = await self.encoder.read(raw, ChatRequest, key_id)
             _refuse_stream(chat)

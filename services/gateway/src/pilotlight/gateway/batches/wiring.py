@@ -11,7 +11,7 @@ from pilotlight.common.service import Background
 from pilotlight.common.store import ObjectStore
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.files import FileStore
-from pilotlight.gateway.batches.lines import LineRunner
+from pilotlight.gateway.batches.lines import Embed, LineRunner
 from pilotlight.gateway.batches.repository import BatchRepository
 from pilotlight.gateway.batches.routes import BatchRoutes
 from pilotlight.gateway.batches.runner import BatchParts, BatchRunner
@@ -40,6 +40,7 @@ def build_batches(
     background: Background,
     owner: str,
     busy: Callable[[], tuple[int, int]],
+    embed: Embed,
 ) -> Batches:
     """Files, batches, and who works on them.
 
@@ -54,6 +55,7 @@ def build_batches(
         background: owns the work.
         owner: this gateway's name among others.
         busy: how many answers this gateway makes, and how many of them wait.
+        embed: makes vectors.
     """
 
     def load(lines: int) -> BatchLoad:
@@ -73,7 +75,7 @@ def build_batches(
             repository=repository,
             files=files,
             store=store,
-            lines=LineRunner(api, keys, encoder, random.SystemRandom()),
+            lines=LineRunner(api, keys, encoder, random.SystemRandom(), embed),
             load=load,
             clock=clock,
             background=background,

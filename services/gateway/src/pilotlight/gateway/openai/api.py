@@ -349,6 +349,7 @@ class OpenAiApi:
             cold_start=asked.asker.cold_start,
             trace_parent=current_traceparent(keep=True),
             share=asked.asker.key.tenant.share,
+            key_id=asked.asker.key.key_id,
             shorten=limit_of(asked.body) is None,
             deadline_s=asked.asker.arrived_s
             + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),

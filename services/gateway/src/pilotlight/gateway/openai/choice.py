@@ -55,6 +55,7 @@ class Choice:
         "_taker",
         "answer",
         "around",
+        "device_s",
         "exchange",
         "first_token_s",
         "index",
@@ -77,6 +78,8 @@ class Choice:
         """What is sent before and after each text of its stream; None before the first."""
         self.first_token_s: float | None = None
         """From arrival."""
+        self.device_s = 0.0
+        """Device-seconds that it had, up to its last token."""
         self._parts = parts
         self.exchange: Metered | None = None
         """While it runs."""
@@ -102,7 +105,8 @@ class Choice:
             case Held():
                 self.was_held = True
                 return update
-            case Tokens(tokens, read):
+            case Tokens(tokens, read, device_s):
+                self.device_s = device_s
                 before = self._read(read)
                 if self.first_token_s is None:
                     self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
@@ -112,7 +116,8 @@ class Choice:
                     )
                 delta = self.answer.feed(tokens)
                 return delta if before is None else joined([before, delta])
-            case Ended(finish, read):
+            case Ended(finish, read, device_s):
+                self.device_s = device_s
                 before = self._read(read)
                 delta = self.answer.finish(finish)
                 return delta if before is None else joined([before, delta])

@@ -195,7 +195,11 @@ class Exchange:
                 streamed=self._options.stream,
             )
         if self._meter is not None:
-            self._meter.output(output_tokens)
+            self._meter.output(output_tokens, self._device_s)
+
+    @property
+    def _device_s(self) -> float:
+        return sum([choice.device_s for choice in self._choices])
 
     def usage(self) -> Usage:
         """What is billed so far: each prompt once."""
@@ -229,6 +233,7 @@ class Exchange:
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             status=status,
+            device_s=self._device_s,
             meter=self._meter,
         )
         self._parts.measures.finished(

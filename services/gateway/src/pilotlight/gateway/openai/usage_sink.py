@@ -31,6 +31,7 @@ class UsageSink(Protocol):
         prompt_tokens: int,
         output_tokens: int,
         status: str,
+        device_s: float = 0.0,
         meter: Meter | None = None,
     ) -> None:
         """Note one that has ended; never waits.
@@ -42,6 +43,7 @@ class UsageSink(Protocol):
             prompt_tokens: counted once, also for several choices.
             output_tokens: of all choices.
             status: ``ok``, ``cancelled`` or an error's code.
+            device_s: device-seconds that it had, up to its last token.
             meter: the one that it had while it ran.
         """
         ...

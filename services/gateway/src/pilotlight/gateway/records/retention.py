@@ -17,6 +17,10 @@ def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
     refused = audit.c.outcome.not_in((OK, ASKED))
     return (
         Keep(at=tables.usage.c.at, days=settings.usage_keep_days, max_rows=settings.usage_max_rows),
+        *(
+            Keep(at=of.c.at, days=settings.usage_keep_days)
+            for of in (tables.start_costs, tables.start_holds)
+        ),
         Keep(at=audit.c.at, days=settings.audit_keep_days, only=~refused),
         # Apart, so that no number of refused attempts drives out what was done.
         Keep(

@@ -182,6 +182,7 @@ class UsageRecorder:
         prompt_tokens: int,
         output_tokens: int,
         status: str,
+        device_s: float = 0.0,
         meter: Meter | None = None,
     ) -> None:
         """As ``UsageSink.record``."""
@@ -193,6 +194,7 @@ class UsageRecorder:
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             status=status,
+            device_s=device_s,
         )
         if meter is not None:
             meter.ended(row)

@@ -5,7 +5,7 @@ request waits for it, and a piece of an answer costs the writing of one number. 
 leaves behind is found by the next one with this folder (``left_behind``)::
 
     file    [head | slot 0 | slot 1 | ...]
-    slot    state, streamed, lengths | when, prompt, output | request id, key id, model | status
+    slot    state, streamed, lengths | when, prompt, output | request id, key id, model | device | status
 
 A slot is used from the first token of a request until its row is in the database. Its state is
 written last, so that a slot never says what is not there yet.
@@ -45,6 +45,9 @@ _TOKENS = struct.Struct("<Q")
 _STATUS_BYTES = 64
 _TEXTS_AT = _SLOT.size
 _STATUS_AT = SLOT_BYTES - _STATUS_BYTES
+_DEVICE = struct.Struct("<Q")
+"""Microseconds of devices. A release that does not know them leaves zeros there."""
+_DEVICE_AT = _STATUS_AT - _DEVICE.size
 _FREE, _RUNNING, _ENDED = 0, 1, 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -60,6 +63,7 @@ class UsageRow:
     prompt_tokens: int
     output_tokens: int
     status: str
+    device_s: float = 0.0
 
 
 class Meter:
@@ -71,9 +75,11 @@ class Meter:
         self._journal = journal
         self._offset = offset
 
-    def output(self, tokens: int) -> None:
-        """Its client is about to be sent this much of its answer, in all."""
-        self._journal.put(self._offset, tokens)
+    def output(self, tokens: int, device_s: float = 0.0) -> None:
+        """Its client is about to be sent this much of its answer, in all; it took these
+        device-seconds.
+        """
+        self._journal.put(self._offset, tokens, device_s)
 
     def ended(self, row: UsageRow) -> None:
         """It is over, and this is its row."""
@@ -139,7 +145,7 @@ class UsageJournal:
                 it is whole.
         """
         texts = msgspec.msgpack.encode((request_id, key_id, model))
-        if len(texts) > _STATUS_AT - _TEXTS_AT:
+        if len(texts) > _DEVICE_AT - _TEXTS_AT:
             return None
         if self._free:
             offset = self._free.pop()
@@ -151,6 +157,7 @@ class UsageJournal:
             return None
         facts = (streamed, len(texts), 0, _microseconds(at), prompt_tokens, 0)
         _SLOT.pack_into(self._map, offset, _FREE, *facts)
+        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, 0)
         self._map[offset + _TEXTS_AT : offset + _TEXTS_AT + len(texts)] = texts
         self._map[offset] = _RUNNING
         return Meter(self, offset)
@@ -170,8 +177,9 @@ class UsageJournal:
         os.posix_fallocate(self._descriptor, 0, end)
         self._allocated += SLOTS_AT_A_TIME
 
-    def put(self, offset: int, output_tokens: int) -> None:
+    def put(self, offset: int, output_tokens: int, device_s: float) -> None:
         """As ``Meter.output``."""
+        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, int(device_s * 1e6))
         _TOKENS.pack_into(self._map, offset + _OUTPUT_AT, output_tokens)
 
     def end(self, offset: int, row: UsageRow) -> None:
@@ -181,6 +189,7 @@ class UsageJournal:
         self._map[offset + _STATUS_AT : offset + _STATUS_AT + len(status)] = status
         facts = (_microseconds(row.at), row.prompt_tokens, row.output_tokens)
         _SLOT.pack_into(self._map, offset, _RUNNING, *slot[1:3], len(status), *facts)
+        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, int(row.device_s * 1e6))
         self._map[offset] = _ENDED
 
     def free(self, offset: int) -> None:
@@ -253,6 +262,7 @@ def _row(slot: bytes) -> UsageRow | None:
         return None
     named = msgspec.msgpack.decode(slot[_TEXTS_AT : _TEXTS_AT + texts], type=tuple[str, str, str])
     ended = slot[_STATUS_AT : _STATUS_AT + status].decode(errors="replace")
+    (device_us,) = _DEVICE.unpack_from(slot, _DEVICE_AT)
     return UsageRow(
         at=_EPOCH + timedelta(microseconds=at_us),
         request_id=named[0],
@@ -261,6 +271,7 @@ def _row(slot: bytes) -> UsageRow | None:
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         status=ended if state == _ENDED else LOST_STATUS,
+        device_s=0.0 if texts > _DEVICE_AT - _TEXTS_AT else device_us / 1e6,
     )
 
 

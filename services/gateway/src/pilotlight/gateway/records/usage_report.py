@@ -1,12 +1,31 @@
-"""Usage added up: by day, key and model."""
+"""Usage added up: by day, key and model.
+
+What a cold start had of devices is divided among the requests that were held for its model when it
+began, on all gateways, evenly. One for which none was, as of a start that an operator asked for, is
+nobody's: it stands in a row without a key.
+"""
 
 import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import date, datetime, timedelta
+from typing import Any
 
-from sqlalchemy import BigInteger, Date, Integer, cast, func, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Date,
+    Double,
+    Integer,
+    Numeric,
+    Subquery,
+    cast,
+    func,
+    literal,
+    select,
+    union_all,
+)
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -15,6 +34,7 @@ from pilotlight.common.errors import UnprocessableInput
 
 DAYS = 30
 MAX_ROWS = 20_000
+SECONDS = ("device_s", "start_device_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +53,10 @@ class DayUsage:
     """Of those: neither answered nor cancelled by the client."""
     prompt_tokens: int
     output_tokens: int
+    device_s: float
+    """Device-seconds of its requests."""
+    start_device_s: float
+    """Of the cold starts that were for them."""
 
 
 class UsageReader:
@@ -64,35 +88,29 @@ class UsageReader:
             UnprocessableInput: there are more rows than one answer may have.
             DatabaseUnavailable: it cannot be read.
         """
-        usage, keys = tables.usage, tables.api_keys
-        day = cast(func.timezone("UTC", usage.c.at), Date)
-        now = self._clock.wall()
+        keys = tables.api_keys
+        used = _used(since or self._clock.wall() - timedelta(days=DAYS), until)
+        day = cast(func.timezone("UTC", used.c.at), Date)
+        counts = ("requests", "failed", "prompt_tokens", "output_tokens")
         wanted = (
             select(
                 day.label("day"),
                 func.coalesce(keys.c.project, "").label("project"),
-                usage.c.key_id,
+                used.c.key_id,
                 func.coalesce(keys.c.label, "").label("label"),
-                usage.c.model,
-                func.count().label("requests"),
-                func.coalesce(
-                    func.sum(cast(usage.c.status.not_in(("ok", "cancelled")), Integer)), 0
-                ).label("failed"),
-                cast(func.sum(usage.c.prompt_tokens), BigInteger).label("prompt_tokens"),
-                cast(func.sum(usage.c.output_tokens), BigInteger).label("output_tokens"),
+                used.c.model,
+                *(cast(func.sum(used.c[name]), BigInteger).label(name) for name in counts),
+                *(_seconds(func.sum(used.c[name])).label(name) for name in SECONDS),
             )
-            .join_from(usage, keys, keys.c.key_id == usage.c.key_id, isouter=True)
-            .where(usage.c.at >= (since or now - timedelta(days=DAYS)))
-            .group_by(day, keys.c.project, usage.c.key_id, keys.c.label, usage.c.model)
-            .order_by(day, usage.c.key_id, usage.c.model)
+            .join_from(used, keys, keys.c.key_id == used.c.key_id, isouter=True)
+            .group_by(day, keys.c.project, used.c.key_id, keys.c.label, used.c.model)
+            .order_by(day, used.c.key_id, used.c.model)
             .limit(MAX_ROWS + 1)
         )
-        if until is not None:
-            wanted = wanted.where(usage.c.at < until)
         for column, value in (
             (keys.c.project, project),
-            (usage.c.key_id, key_id),
-            (usage.c.model, model),
+            (used.c.key_id, key_id),
+            (used.c.model, model),
         ):
             if value is not None:
                 wanted = wanted.where(column == value)
@@ -103,6 +121,70 @@ class UsageReader:
                 f"this is more than {MAX_ROWS} rows: ask for fewer days, one project or one key"
             )
         return [DayUsage(**row) for row in rows]
+
+
+def _used(since: datetime, until: datetime | None) -> Subquery:
+    """Requests, and shares of cold starts, with the columns of both."""
+    usage, starts = tables.usage, _starts(since, until)
+    requests = select(
+        usage.c.at,
+        usage.c.key_id,
+        usage.c.model,
+        literal(1).label("requests"),
+        cast(usage.c.status.not_in(("ok", "cancelled")), Integer).label("failed"),
+        usage.c.prompt_tokens,
+        usage.c.output_tokens,
+        usage.c.device_s,
+        literal(0.0).label("start_device_s"),
+    ).where(usage.c.at >= since)
+    if until is not None:
+        requests = requests.where(usage.c.at < until)
+    holds = tables.start_holds
+    held = (
+        select(
+            holds.c.instance_id,
+            holds.c.key_id,
+            func.sum(holds.c.requests).label("requests"),
+            func.sum(func.sum(holds.c.requests))
+            .over(partition_by=holds.c.instance_id)
+            .label("all_requests"),
+        )
+        .group_by(holds.c.instance_id, holds.c.key_id)
+        .subquery()
+    )
+    share = cast(held.c.requests, Double) / cast(held.c.all_requests, Double)
+    nothing = [literal(0).label(name) for name in ("requests", "failed", "prompt", "output")]
+    shares = select(
+        starts.c.at,
+        func.coalesce(held.c.key_id, "").label("key_id"),
+        starts.c.model,
+        *nothing,
+        literal(0.0).label("device_s"),
+        (starts.c.device_s * func.coalesce(share, 1.0)).label("start_device_s"),
+    ).join_from(starts, held, held.c.instance_id == starts.c.instance_id, isouter=True)
+    return union_all(requests, shares).subquery()
+
+
+def _starts(since: datetime, until: datetime | None) -> Subquery:
+    """Cold starts, all workers of each together, as of the first that was ready."""
+    costs = tables.start_costs
+    at = func.min(costs.c.at)
+    starts = (
+        select(
+            costs.c.instance_id,
+            costs.c.model,
+            at.label("at"),
+            func.sum(costs.c.device_s).label("device_s"),
+        )
+        .group_by(costs.c.instance_id, costs.c.model)
+        .having(at >= since)
+    )
+    return (starts if until is None else starts.having(at < until)).subquery()
+
+
+def _seconds(value: ColumnElement[Any]) -> ColumnElement[Any]:
+    """To the microsecond, as the journal has them."""
+    return cast(func.round(cast(value, Numeric), 6), Double)
 
 
 def as_csv(rows: Sequence[DayUsage]) -> str:

@@ -17,7 +17,7 @@ BatchStatus = Literal[
 OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "cancelling")
 """Of batches that somebody has to work on."""
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 MAX_METADATA = 16
 
 

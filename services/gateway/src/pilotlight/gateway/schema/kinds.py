@@ -5,7 +5,9 @@ import msgspec
 from pilotlight.gateway.schema.messages import CountRequest, MessagesRequest
 from pilotlight.gateway.schema.ollama import (
     OllamaChatRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaPromptRequest,
     OllamaShowRequest,
 )
 from pilotlight.gateway.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -27,5 +29,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ollama_chat": OllamaChatRequest,
     "ollama_generate": OllamaGenerateRequest,
     "ollama_show": OllamaShowRequest,
+    "ollama_embed": OllamaEmbedRequest,
+    "ollama_prompt": OllamaPromptRequest,
 }
 KIND_OF = {kind: name for name, kind in KINDS.items()}

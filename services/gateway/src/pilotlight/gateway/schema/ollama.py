@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pilotlight.gateway.schema.pooling import Dimensions
 from pilotlight.gateway.schema.requests import (
     MAX_TOOLS,
     FunctionTool,
@@ -97,6 +98,45 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /api/show``."""
 
     model: Annotated[str, Meta(max_length=256)] = ""
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /api/embed``."""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    input: Annotated[str | list[str], Meta(description="A text, or texts.")]
+    truncate: Annotated[
+        bool, Meta(description="Longer texts are cut to what the model takes, or refused.")
+    ] = True
+    dimensions: Dimensions | None = None
+    options: OllamaOptions | None = None
+    """Taken and not heeded, as ``keep_alive``: nothing of it changes a vector."""
+    keep_alive: Any = None
+
+
+class OllamaPromptRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /api/embeddings``, which Ollama has given up for ``/api/embed``."""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    prompt: Annotated[str, Meta(min_length=1)]
+    options: OllamaOptions | None = None
+    keep_alive: Any = None
+
+
+class OllamaEmbedded(msgspec.Struct, kw_only=True):
+    """Response of ``POST /api/embed``. Durations are in ns."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaVector(msgspec.Struct, kw_only=True):
+    """Response of ``POST /api/embeddings``."""
+
+    embedding: list[float]
 
 
 class AnsweredTurn(msgspec.Struct, kw_only=True):

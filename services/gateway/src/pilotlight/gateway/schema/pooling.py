@@ -22,6 +22,14 @@ Truncation = Annotated[
     ),
 ]
 Seconds = Annotated[float, Meta(gt=0, le=86_400, description="The answer comes by then, or none.")]
+Dimensions = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=MAX_DIMENSIONS,
+        description="Vectors are cut to this length, and made of length 1 again.",
+    ),
+]
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -42,17 +50,7 @@ class EmbeddingRequest(PooledRequest, kw_only=True):
         Meta(description="A text, texts, token ids of one, or lists of these."),
     ]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: (
-        Annotated[
-            int,
-            Meta(
-                ge=1,
-                le=MAX_DIMENSIONS,
-                description="Vectors are cut to this length, and made of length 1 again.",
-            ),
-        ]
-        | None
-    ) = None
+    dimensions: Dimensions | None = None
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -12,18 +12,20 @@ is for them.
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
 from pilotlight.common.waiting import SharedTimers
 from pilotlight.gateway.serving.lines import Line, all_holdings
-from pilotlight.gateway.serving.route import Route, Router, Siblings
+from pilotlight.gateway.serving.route import Route, Router
 from pilotlight.gateway.serving.starts import ColdStart
+from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
-from pilotlight.policy.fairness import NO_TENANT, FairShare, Holding, makes_way
+from pilotlight.policy.fairness import Holding, makes_way
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
 
@@ -33,26 +35,6 @@ TOLD_PER_S = 1000
 """So many of those that wait are told of their progress in a second: all of them each second would
 take the whole of a core from 10,000 on."""
 TIMER_STEP_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """What the queue must know of a request."""
-
-    model: ModelName
-    digest: Digest
-    needed_tokens: int
-    """KV room that it takes at most."""
-    held_tokens: int
-    """KV room that it takes up to its next token."""
-    since_s: float
-    """When it began to wait: its arrival, or when what had served it could do so no longer."""
-    deadline_s: float
-    trace_parent: str = ""
-    siblings: Siblings = field(default_factory=Siblings)
-    cold_start: ColdStart = ColdStart.ALLOW
-    share: FairShare = NO_TENANT
-    """Of its project."""
 
 
 class Place:
@@ -309,6 +291,12 @@ class PendingQueue:
                 )
             )
         return tuple(demands)
+
+    def waiting_keys(self, model: ModelName) -> Counter[str]:
+        """Requests of each key that are part of a model's demand."""
+        line = self._lines.get(model)
+        waiting = (*line, *line.handed) if line is not None else ()
+        return Counter(place.ticket.key_id for place in waiting if place.counts)
 
     def close(self, error: PilotlightError) -> None:
         """Let every request go with an error, and take no more."""

@@ -2,7 +2,7 @@
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded
-from pilotlight.gateway.serving.queue import Ticket
+from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.gateway.serving.token_request import TokenRequest
 
 
@@ -44,6 +44,7 @@ class RequestTime:
             siblings=request.siblings,
             cold_start=request.cold_start,
             share=request.share,
+            key_id=request.key_id,
         )
 
     def too_late(self, output_tokens: int) -> DeadlineExceeded:

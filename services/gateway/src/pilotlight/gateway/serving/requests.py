@@ -108,7 +108,7 @@ class Requests:
                     life.place.take()
                 if await life.attempt():
                     return
-            await life.tell(Ended(life.finish, life.read))
+            await life.tell(Ended(life.finish, life.read, life.device_s))
         except ListenerFailed as failed:
             raise failed.error from failed
         finally:
@@ -143,6 +143,8 @@ class _Life:
         slo_s = request.model.slo.ttft_ms / 1000
         hold_s = max(slo_s * parts.hold_slo_factor, parts.hold_timeout_s)
         self._time = RequestTime(parts.clock, request, hold_s)
+        self.device_s = 0.0
+        """Device-seconds of the attempts that are over."""
         self._tokens_before = 0
         """Output that earlier attempts had given."""
         self._waited_out = False
@@ -247,6 +249,7 @@ class _Life:
             self._retry_or_raise(error, route, attempt)
             again = self.finish is None
         finally:
+            self.device_s += attempt.log.device_s
             relay.close(attempt, ended=not again)
             self._parts.queue.attempted(place)
         return enough
@@ -262,7 +265,8 @@ class _Life:
                 if not self._output_ids:
                     self._first_token(attempt, place)
                 self._output_ids += [token.token_id for token in tokens]
-                if await self.tell(Tokens(tokens, received.read)):
+                device_s = self.device_s + received.device_s
+                if await self.tell(Tokens(tokens, received.read, device_s)):
                     return True
             elif received.finish is not None:
                 return False

@@ -57,6 +57,8 @@ class TokenLog:
         self.finish: FinishReason | None = None
         self.code = ""
         self.message = ""
+        self.device_s = 0.0
+        """Device-seconds of the attempt, up to what has arrived."""
         self._fresh: list[Token] = []
 
     @property
@@ -86,6 +88,7 @@ class TokenLog:
                 logprobs[skip:],
                 repeat(()) if tops is None else tops[skip:],
             )
+        self.device_s = max(self.device_s, entry.device_s)
         told = end_seq > self.next_seq or entry.finish is not None
         self.next_seq = end_seq
         if entry.finish is not None:

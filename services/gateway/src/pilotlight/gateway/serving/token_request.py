@@ -35,6 +35,8 @@ class TokenRequest:
     """When it must have ended, on this gateway's clock."""
     share: FairShare = NO_TENANT
     """Of its project."""
+    key_id: str = ""
+    """Of the API key that pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class Tokens:
     tokens: list[Token]
     read: PromptRead | None = None
     """What the attempt that gave them says of the prompt."""
+    device_s: float = 0.0
+    """Device-seconds of the request so far, all attempts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class Ended:
     finish: FinishReason
     read: PromptRead | None = None
     """As in ``Tokens``."""
+    device_s: float = 0.0
+    """Likewise."""
 
 
 Update = Held | Tokens | Ended

@@ -9,12 +9,18 @@ from pilotlight.gateway.openai.api import OpenAiApi
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.surfaces.messages.routes import MESSAGES_PATH, MessageRoutes
 from pilotlight.gateway.surfaces.ollama.door import Door
-from pilotlight.gateway.surfaces.ollama.routes import CHAT_PATH, GENERATE_PATH, OllamaRoutes
+from pilotlight.gateway.surfaces.ollama.routes import (
+    CHAT_PATH,
+    EMBED_PATH,
+    GENERATE_PATH,
+    OLD_EMBED_PATH,
+    OllamaRoutes,
+)
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, PoolingParts
 from pilotlight.gateway.surfaces.pooling.routes import (
     EMBEDDINGS_PATH,
     RERANK_PATH,
     SCORE_PATH,
-    PoolingParts,
     PoolingRoutes,
 )
 from pilotlight.gateway.surfaces.responses.routes import RESPONSES_PATH, ResponseRoutes
@@ -27,6 +33,8 @@ ANSWERING_PATHS = frozenset(
         RESPONSES_PATH,
         CHAT_PATH,
         GENERATE_PATH,
+        EMBED_PATH,
+        OLD_EMBED_PATH,
         EMBEDDINGS_PATH,
         RERANK_PATH,
         SCORE_PATH,
@@ -54,5 +62,5 @@ def surface_routes(parts: SurfaceParts) -> list[Route]:
         *PoolingRoutes(parts.pooling).routes(),
         *MessageRoutes(parts.api).routes(),
         *ResponseRoutes(parts.api, parts.responses).routes(),
-        *OllamaRoutes(parts.api, parts.clock, parts.door).routes(),
+        *OllamaRoutes(parts.api, parts.clock, parts.door, Embedder(parts.pooling)).routes(),
     ]

@@ -10,11 +10,13 @@ from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.schema.ollama import (
     OllamaCall,
     OllamaChatRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
     OllamaRequest,
 )
+from pilotlight.gateway.schema.pooling import EmbeddingRequest
 from pilotlight.gateway.schema.requests import (
     ChatMessage,
     ChatRequest,
@@ -82,6 +84,16 @@ def completion_of(request: OllamaGenerateRequest) -> CompletionRequest:
     plain.max_tokens = RAW_TOKENS
     _tell(request, plain)
     return plain
+
+
+def embedding_of(request: OllamaEmbedRequest) -> EmbeddingRequest:
+    """The same as a request for embeddings."""
+    return EmbeddingRequest(
+        model=name_of(request.model),
+        input=request.input if isinstance(request.input, str) else [*request.input],
+        dimensions=request.dimensions,
+        truncate_prompt_tokens=-1 if request.truncate else None,
+    )
 
 
 def _tell(request: OllamaRequest, body: ChatRequest | CompletionRequest) -> None:

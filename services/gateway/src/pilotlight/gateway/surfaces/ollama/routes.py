@@ -11,17 +11,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pilotlight.common.clock import Clock
+from pilotlight.gateway.edge.http import Answering
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.api import OpenAiApi
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.schema.ollama import (
     OllamaChatRequest,
     OllamaDetails,
+    OllamaEmbedded,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModel,
     OllamaModels,
+    OllamaPromptRequest,
     OllamaShown,
     OllamaShowRequest,
+    OllamaVector,
     OllamaVersion,
 )
 from pilotlight.gateway.schema.sizes import check_sizes
@@ -32,14 +37,19 @@ from pilotlight.gateway.surfaces.ollama.request import (
     chat_of,
     chat_of_prompt,
     completion_of,
+    embedding_of,
     name_of,
 )
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, values_of
+from pilotlight.policy.pooling import Task
 
 CHAT_PATH = "/api/chat"
 GENERATE_PATH = "/api/generate"
 TAGS_PATH = "/api/tags"
 PS_PATH = "/api/ps"
 SHOW_PATH = "/api/show"
+EMBED_PATH = "/api/embed"
+OLD_EMBED_PATH = "/api/embeddings"
 VERSION_PATH = "/api/version"
 _VERSION = OllamaVersion(version=version("pilotlight-gateway"))
 
@@ -51,12 +61,15 @@ class OllamaRoutes:
     api: OpenAiApi
     clock: Clock
     door: Door
+    embedder: Embedder
 
     def routes(self) -> list[Route]:
         """All of them."""
         handlers = {
             CHAT_PATH: ("POST", self.chat),
             GENERATE_PATH: ("POST", self.generate),
+            EMBED_PATH: ("POST", self.embed),
+            OLD_EMBED_PATH: ("POST", self.embed_prompt),
             SHOW_PATH: ("POST", self.show),
             TAGS_PATH: ("GET", self.tags),
             PS_PATH: ("GET", self.running),
@@ -89,6 +102,39 @@ class OllamaRoutes:
         narrator = OllamaNarrator(conversed, asker, self.clock, shape="generate")
         return narrated(conversed, narrator, stream=body.stream)
 
+    async def embed(self, request: Request) -> ASGIApp:
+        """Vectors of texts."""
+        asker = await self._asker(request)
+        body = await self.api.read(request, OllamaEmbedRequest, asker.key)
+        embedded = await self.embedder.begin(request.scope, asker, embedding_of(body))
+
+        async def answer() -> Response:
+            vectors = [values_of(vector) for vector in await embedded.vectors()]
+            return _json(
+                OllamaEmbedded(
+                    model=embedded.entry.model.name,
+                    embeddings=vectors,
+                    total_duration=int((self.clock.monotonic_s() - asker.arrived_s) * 1e9),
+                    load_duration=0,
+                    prompt_eval_count=embedded.exchange.usage.prompt_tokens,
+                )
+            )
+
+        return Answering(answer)
+
+    async def embed_prompt(self, request: Request) -> ASGIApp:
+        """The vector of one text, as older clients ask for it."""
+        asker = await self._asker(request)
+        body = await self.api.read(request, OllamaPromptRequest, asker.key)
+        asked = OllamaEmbedRequest(model=body.model, input=body.prompt)
+        embedded = await self.embedder.begin(request.scope, asker, embedding_of(asked))
+
+        async def answer() -> Response:
+            (vector,) = await embedded.vectors()
+            return _json(OllamaVector(embedding=values_of(vector)))
+
+        return Answering(answer)
+
     async def tags(self, request: Request) -> Response:
         """Every model."""
         asker = await self._asker(request)
@@ -113,7 +159,8 @@ class OllamaRoutes:
         body = await self.api.read(request, OllamaShowRequest, asker.key)
         entry = await self.api.entry(name_of(body.model), asker.key)
         text, spec = entry.text, entry.model.spec
-        capabilities = ["completion"]
+        task = {Task.EMBED: "embedding", Task.SCORE: "score"}
+        capabilities = [task.get(spec.task, "completion")]
         if text.tools.describes and text.tools.dialect is not None:
             capabilities.append("tools")
         if text.reasoning.tags is not None:

@@ -43,6 +43,8 @@ class _Run:
     held: bool = False
     first_s: float | None = None
     """From arrival to the first answer."""
+    device_s: float = 0.0
+    """Device-seconds of all texts."""
     failure: Exception | None = None
     todo: list[int] = field(default_factory=list[int])
     """Places of the texts that nobody has begun, the one to be begun next at the end."""
@@ -157,6 +159,7 @@ class PooledExchange:
             arrived_s=asker.arrived_s,
             cold_start=asker.cold_start,
             share=asker.key.tenant.share,
+            key_id=asker.key.key_id,
             trace_parent=current_traceparent(keep=True),
             deadline_s=asker.arrived_s + timeout_s,
         )
@@ -174,7 +177,10 @@ class PooledExchange:
         match update:
             case Held():
                 run.held = True
-            case Tokens(_, read) | Ended(_, read):
+            case Tokens(_, read, device_s):
+                run.device_s += device_s
+                self._took(run, place, read)
+            case Ended(_, read):
                 self._took(run, place, read)
         return False
 
@@ -196,6 +202,7 @@ class PooledExchange:
             prompt_tokens=tokens,
             output_tokens=0,
             status=status,
+            device_s=run.device_s,
         )
         self._parts.measures.finished(name, status, tokens, 0, run.first_s, held=run.held)
         log_request(

@@ -1,9 +1,6 @@
 """``/v1/embeddings``, ``/v1/rerank`` and ``/v1/score``."""
 
-import base64
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
@@ -13,15 +10,11 @@ from starlette.types import ASGIApp
 
 from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.edge.http import Answering
-from pilotlight.gateway.openai.api import Limits, OpenAiApi
-from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.openai.names import for_task
 from pilotlight.gateway.openai.told import tell_readiness
 from pilotlight.gateway.schema.pooling import (
     Document,
-    Embedding,
     EmbeddingRequest,
-    Embeddings,
     Ranked,
     Reranked,
     RerankRequest,
@@ -29,23 +22,13 @@ from pilotlight.gateway.schema.pooling import (
     ScoreRequest,
     Scores,
 )
+from pilotlight.gateway.surfaces.pooling.embedding import Embedder, PoolingParts, values_of
 from pilotlight.gateway.surfaces.pooling.pooled import PooledExchange
-from pilotlight.gateway.surfaces.pooling.prompts import PooledPrompts
 from pilotlight.policy.pooling import Task
 
 EMBEDDINGS_PATH = "/v1/embeddings"
 RERANK_PATH = "/v1/rerank"
 SCORE_PATH = "/v1/score"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParts:
-    """What the routes work with."""
-
-    api: OpenAiApi
-    prompts: PooledPrompts
-    exchanges: ExchangeParts
-    limits: Limits
 
 
 class PoolingRoutes:
@@ -54,6 +37,7 @@ class PoolingRoutes:
     def __init__(self, parts: PoolingParts) -> None:
         self._parts = parts
         self._api = parts.api
+        self._embedder = Embedder(parts)
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -67,25 +51,10 @@ class PoolingRoutes:
         """Vectors of texts."""
         asker = await self._api.asker(request)
         body = await self._api.read(request, EmbeddingRequest, asker.key)
-        entry = for_task(await self._api.entry(body.model, asker.key), Task.EMBED)
-        parts = self._parts
-        prompts = await parts.prompts.of_inputs(entry, body, asker.key.key_id)
-        exchange = PooledExchange(
-            parts.exchanges, parts.limits, asker, entry, prompts, request.scope
-        )
-        tell_readiness(request.scope, parts.exchanges.starts.readiness(entry.model))
+        embedded = await self._embedder.begin(request.scope, asker, body)
 
         async def answer() -> Response:
-            vectors = await exchange.vectors(body.timeout_s)
-            as_text = body.encoding_format == "base64"
-            data = [
-                Embedding(
-                    index=index,
-                    embedding=base64.b64encode(vector).decode() if as_text else _values(vector),
-                )
-                for index, vector in enumerate(vectors)
-            ]
-            return _json(Embeddings(data=data, model=entry.model.name, usage=exchange.usage))
+            return Response(await embedded.whole(), media_type="application/json")
 
         return Answering(answer)
 
@@ -110,7 +79,7 @@ class PoolingRoutes:
         tell_readiness(request.scope, parts.exchanges.starts.readiness(entry.model))
 
         async def answer() -> Response:
-            scores = [_values(vector)[0] for vector in await exchange.vectors(body.timeout_s)]
+            scores = [values_of(vector)[0] for vector in await exchange.vectors(body.timeout_s)]
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
             results = [
                 Ranked(
@@ -160,7 +129,7 @@ class PoolingRoutes:
                     created=self._api.now_unix_s(),
                     model=entry.model.name,
                     data=[
-                        Score(index=index, score=_values(vector)[0])
+                        Score(index=index, score=values_of(vector)[0])
                         for index, vector in enumerate(vectors)
                     ],
                     usage=exchange.usage,
@@ -180,10 +149,6 @@ def _pairs(first: str | list[str], second: str | list[str]) -> Sequence[tuple[st
             param="text_1",
         )
     return list(zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True))
-
-
-def _values(vector: bytes) -> list[float]:
-    return list(struct.unpack(f"<{len(vector) // 4}f", vector))
 
 
 def _json(body: object) -> Response:
