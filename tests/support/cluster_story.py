@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
 from pilotlight.policy.cluster import (
     Copy,
     Device,
@@ -27,7 +26,7 @@ from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.plan import ControlFacts, Plan, Refusal, Term
 from pilotlight.policy.control.reconcile import drain_of, moved
 from pilotlight.policy.estimates import with_estimates
-from pilotlight.policy.ids import Digest, Epoch, GatewayId, ModelName, NodeId, WorkerId
+from pilotlight.policy.ids import Digest, Epoch, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Estimate, Estimates, InstanceState, NodeDrain, Placement
@@ -59,9 +58,6 @@ class Cluster:
     )
     drained_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
-    windows: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(START_S))
-    totals: dict[ModelName, int] = field(default_factory=dict[ModelName, int])
-    """Requests since the beginning."""
     evict: tuple[ModelName, ...] = ()
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     started: list[ModelName] = field(default_factory=list[ModelName])
@@ -95,7 +91,6 @@ class Cluster:
         kinds: tuple[tuple[Callable[[], None], int], ...] = (
             (self._report, 20),
             (self._ask, 4),
-            (self._arrive, 4),
             (self._settle, 6),
             (lambda: self.report_node(self.rng.choice(list(self.nodes))), 3),
             (self._judge_worker, 1),
@@ -117,26 +112,6 @@ class Cluster:
         for name in map(ModelName, names):
             self.register(name)
             self.demand[name] = 1, self.now_s - 80 * GRAIN_S
-
-    def serve(self) -> None:
-        """A model has had one more instance for a while, and has much or little to do."""
-        rng = self.rng
-        worker_id, of = rng.choice(sorted(self.workers)), rng.choice(list(self.models.values()))
-        view = self.workers[worker_id]
-        self.count += 1
-        one = an_instance(
-            of.name,
-            f"s{self.count:04}",
-            worker_id=worker_id,
-            since_s=self.now_s - 80 * GRAIN_S,
-            digest=of.digest,
-        )
-        placement = replace(one.placements[0], node_id=view.facts.node_id)
-        record = Record(instance=replace(one, placements=(placement,), epoch=EPOCH), model=of)
-        self.books = self.books.put(record)
-        kept = [one for one in view.facts.held if one.state is HeldState.READY]
-        stage = replace(self._stage(record, 100), state=HeldState.READY)
-        self.report_worker(worker_id, (*kept, stage))
 
     def register(self, name: ModelName) -> None:
         """A model is registered, or its row changes."""
@@ -250,7 +225,7 @@ class Cluster:
             stage=record.instance.placements[0].stage,
             state=state,
             device_bytes=device_bytes,
-            in_flight=rng.choice((0, 1, 1, 12)),
+            in_flight=rng.choice((0, 1, 1)),
             idle_s=rng.choice((0.0, 1.0, 8.0, 80.0)) * GRAIN_S,
         )
 
@@ -263,14 +238,6 @@ class Cluster:
                 self.rng.choice((1, 1, 20, 50)),
                 self.now_s - self.rng.choice((0.0, 8.0, 80.0)) * GRAIN_S,
             )
-
-    def _arrive(self) -> None:
-        """A gateway tells of requests."""
-        name = self.rng.choice(list(self.models) or [ModelName("a")])
-        self.totals[name] = self.totals.get(name, 0) + self.rng.choice((1, 5, 100))
-        counts = [ArrivalCount(model=name, total=self.totals[name], idle_s=0.0)]
-        life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=0.0)
-        self.windows.hear(life, counts, self.now_s, self.now_s)
 
     def _settle(self) -> None:
         """A start gets its room and its row, or neither."""
@@ -392,7 +359,6 @@ class Cluster:
             demand_seen_s={name: since_s for name, (_, since_s) in self.demand.items()},
             awaited=frozenset(self.demand),
             estimates=self.estimates,
-            arrivals=self.windows.recent(),
             drains=tuple(
                 NodeDrain(node_id=node_id, age_s=self.now_s - since_s)
                 for node_id, since_s in self.drained_s.items()

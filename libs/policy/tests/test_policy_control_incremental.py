@@ -6,6 +6,7 @@ import pytest
 from cluster_story import START_S, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaded_story import LoadedCluster
 from plain_control import Said, plain_tick, said
 
 from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
@@ -69,11 +70,10 @@ def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) 
 def test_it_says_the_same_while_instances_come_and_go_by_load() -> None:
     ahead = surplus = 0
     for seed in range(20):
-        cluster = Cluster.of(seed)
+        cluster = LoadedCluster.of(seed)
         memory = plain = Memory()
         for _ in range(40):
             cluster.happen()
-            cluster.serve()
             facts = cluster.facts()
             plan, expected = tick(facts, memory, RULES), plain_tick(facts, plain, RULES)
             assert said(plan) == said(expected)

@@ -67,9 +67,7 @@ class PartsClaim:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a cold start waits for it. A stage that grows serves meanwhile: its lease asks for
-        no hurry.
-        """
+        """Whether a cold start waits for it: for what a stage grows by none does."""
         return self.priority is FetchPriority.COLD_START
 
     @property
