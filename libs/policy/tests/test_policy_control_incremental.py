@@ -23,7 +23,7 @@ from pilotlight.policy.testing import NOW_S, demand
 from pilotlight.policy.turns import TurnRules
 
 RULES = ControlRules(
-    scaling=ScalingRules(instance_requests=4),
+    scaling=ScalingRules(instance_requests=4, forecast=True),
     reconcile=ReconcileRules(term_started_s=START_S - 400, hold_deadline_s=3.0),
     turns=TurnRules(line_limit=3),
     repeat_limit=2,
@@ -260,7 +260,7 @@ def test_what_falls_due_by_time_alone_is_looked_at_then() -> None:
 def test_a_busy_model_gets_its_next_instance_by_arrivals_alone() -> None:
     """Nothing of the cluster changes when requests come faster: its models are looked at anyway."""
     cluster = quiet(SMALL)
-    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1))
+    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1, forecast=True))
     name = next(
         one.instance.model for one in cluster.books.records.values() if one.instance.in_flight
     )
@@ -283,7 +283,7 @@ def test_a_busy_model_gets_its_next_instance_by_arrivals_alone() -> None:
 def test_a_start_ahead_that_finds_no_free_room_is_no_refusal() -> None:
     """It waits, and requests that come meanwhile do not wait for that."""
     cluster = LargeCluster(SMALL)
-    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1))
+    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1, forecast=True))
     cluster.crowd()
     record = next(one for one in cluster.books.records.values() if one.instance.in_flight)
     name = record.instance.model

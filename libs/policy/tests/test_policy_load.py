@@ -14,7 +14,7 @@ from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
 from pilotlight.policy.testing import NOW_S, demand, instance, model
 
-RULES = ScalingRules(instance_requests=10)
+RULES = ScalingRules(instance_requests=10, forecast=True)
 KEPT_S = 60.0
 M = ModelName("m")
 

@@ -26,7 +26,7 @@ class ScalingRules:
     cancel_after_s: float = 1.0
     """A cold start without a waiting request for this long is cancelled: longer than any gap
     between two demand vectors."""
-    forecast: bool = True
+    forecast: bool = False
     """Requests that are expected while a start is under way count with those that wait, and with
     those that run."""
     low_load: float = 0.5

@@ -56,7 +56,7 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, Pru
         1 << 30, ge=1 << 16, description="Of all files of the decision log; the oldest go."
     )
     forecast_starts: bool = Field(
-        True,
+        False,
         description="Requests that are expected while a start is under way count with those that wait, so that a burst gets its "
         "instances at once. And instances that will soon be full get one more before a request waits, in free room.",
     )
