@@ -52,4 +52,4 @@ def draw_burst(axes: Axes, measurements: Measurements) -> None:
     axes.set_xlabel("seconds after the burst")
     axes.set_ylabel("requests a second that are carried")
     axes.set_title("30 workers start at once, each behind 16 Gbit/s")
-    axes.legend(loc="center right", frameon=False, fontsize=9)
+    axes.legend(loc="center right", edgecolor="none", framealpha=1.0, fontsize=9)

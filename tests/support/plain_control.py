@@ -52,6 +52,7 @@ class Said:
     wanted: dict[ModelName, str]
     backing: dict[ModelName, tuple[object, ...]]
     tries: dict[ModelName, tuple[Refusal, ...]]
+    surplus_since_s: dict[ModelName, float]
     told_nodes: dict[NodeId, Told]
     told_workers: dict[WorkerId, Told]
 
@@ -75,6 +76,7 @@ def said(plan: Plan) -> Said:
                 one.choice.reason,
                 one.demand_seen_s,
                 one.trace_parent,
+                one.ahead,
             )
             for one in plan.start
         ),
@@ -88,6 +90,7 @@ def said(plan: Plan) -> Said:
             for key, one in memory.backing.items()
         },
         tries=dict(memory.tries),
+        surplus_since_s=dict(memory.surplus_since_s),
         told_nodes=dict(memory.told_nodes),
         told_workers=dict(memory.told_workers),
     )
@@ -115,7 +118,7 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
     wanted = {one.model: one.reason for one in emptied.wanted}
     draft.drain(emptied.drains)
     demand = _with_wanted(facts.demand, wanted, rules)
-    scaled = plan_scaling(staying(draft.snapshot(demand)), rules.scaling)
+    scaled = plan_scaling(staying(draft.snapshot(demand)), rules.scaling, memory.surplus_since_s)
     draft.drain(scaled.drains)
     blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
     starts = {start.model: start for start in scaled.starts}
@@ -124,10 +127,15 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
     waited_for = {one.model for one in demand} | set(starts)
 
     def choose(
-        model: Model, excluded: frozenset[WorkerId], asked: tuple[Demand, ...], *, explained: bool
+        model: Model,
+        excluded: frozenset[WorkerId],
+        asked: tuple[Demand, ...],
+        *,
+        explained: bool,
+        ahead: bool,
     ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
-        return seen, choose_scheme(model, seen, rules.scheme, excluded)
+        return seen, choose_scheme(model, seen, replace(rules.scheme, evicts=not ahead), excluded)
 
     tries = Tries(facts, memory, rules, waited_for, choose)
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)
@@ -138,6 +146,7 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
             wanted=wanted,
             backing=tries.backing,
             tries=tries.tries,
+            surplus_since_s=scaled.surplus_since_s,
             told_nodes=Table[NodeId, Told]().put(told_nodes),
             told_workers=Table[WorkerId, Told]().put(told_workers),
         ),

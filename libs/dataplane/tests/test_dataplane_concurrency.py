@@ -246,6 +246,24 @@ async def test_a_prefetch_that_a_worker_waits_for_is_one_no_more(make_node, regi
 
 
 @pytest.mark.anyio
+async def test_a_lease_that_can_wait_leaves_a_prefetch_what_it_is(make_node, register) -> None:
+    """A stage that grows leases parts which nobody waits for."""
+    slow = Slow()
+    node = make_node(open_source=slow, threads=1)
+    low, other = node.add(register("low")), node.add(register("other", vocab_size=64))
+    low_priority = FetchPriority.PREFETCH
+    node.copies.claim(low.model, [0], InstanceId("a"), leased=False, priority=low_priority)
+    await until(lambda: slow.reading == 1)
+    lease = node.copies.claim(low.model, [0], InstanceId("a"), leased=True, priority=low_priority)
+    cold = node.copies.claim(other.model, [0], InstanceId("b"), leased=False)
+    await until(lambda: len(slow.begun) == 2)
+    slow.open.set()
+    async with asyncio.timeout(10):
+        assert [part.part async for part in node.copies.ready_parts(cold)] == [0]
+        assert [part.part async for part in node.copies.ready_parts(lease)] == [0]
+
+
+@pytest.mark.anyio
 async def test_the_link_is_the_cold_starts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
 

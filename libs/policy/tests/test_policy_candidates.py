@@ -13,7 +13,7 @@ from pilotlight.policy.arrivals import (
     RecentArrivals,
 )
 from pilotlight.policy.cluster import Copy, DeviceKind, HeldState, NodeFacts, Tier, WorkerFacts
-from pilotlight.policy.control.starts import slice_for
+from pilotlight.policy.control.choosing import slice_for
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, plan_eviction
 from pilotlight.policy.eviction.candidates import (
@@ -202,8 +202,11 @@ def test_a_start_that_needs_an_eviction_says_what_would_go_and_at_what_loss() ->
     assert [victim.subject for victim in choice.eviction.victims] == ["i-a"]
     assert choice.eviction.loss == pytest.approx(60 / 100 * 2.0)
     assert "at a loss of 1.2" in choice.reason
+    in_free_room = SchemeRules(evicts=False)
+    assert choose_scheme(wanted, snapshot, in_free_room).scheme is None, "nothing may go for it"
     roomy = replace(snapshot, workers=(worker(memory_bytes=900, held_stages=on("a").held),))
     assert choose_scheme(wanted, roomy, SchemeRules()).eviction is None
+    assert choose_scheme(wanted, roomy, in_free_room) == choose_scheme(wanted, roomy, SchemeRules())
 
 
 def test_a_decision_is_recorded_with_everything_that_its_loss_was_made_from() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.cluster import HeldState, Liveness, WorkerView
+from pilotlight.policy.cluster import FetchPriority, HeldState, Liveness, WorkerView
 from pilotlight.policy.control.books import Books, Record, refreshed
 from pilotlight.policy.control.holds import (
     StageHold,
@@ -18,7 +18,7 @@ from pilotlight.policy.control.holds import (
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
 from pilotlight.policy.control.testing import record, view
 from pilotlight.policy.ids import Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.instance import ENDED, InstanceEvent, step
+from pilotlight.policy.instance import BRINGING, ENDED, InstanceEvent, step
 from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState
@@ -127,6 +127,12 @@ def test_holds_are_the_whole_desired_state() -> None:
     (fetch,) = fetches_of(node().node_id, books, {})
     assert fetch.instance_id == "a", "what is loaded, or leaves, is fetched no more"
     assert fetch.parts == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("state", sorted(BRINGING))
+def test_what_a_group_grows_by_yields_to_what_cold_starts_wait_for(state: InstanceState) -> None:
+    (fetch,) = fetches_of(node().node_id, Books().put(record(instance(state=state))), {})
+    assert (fetch.priority is FetchPriority.PREFETCH) == (state is S.CONSOLIDATING)
 
 
 def test_a_report_that_disagrees_is_told_again() -> None:

@@ -6,18 +6,24 @@ import pytest
 from cluster_story import START_S, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loaded_story import LoadedCluster
 from plain_control import Said, plain_tick, said
 
+from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.control.starts import AHEAD
 from pilotlight.policy.control.testing import COPIES, LargeCluster, Size
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.ids import GatewayId
 from pilotlight.policy.parallelism import CONSIDERED
-from pilotlight.policy.testing import NOW_S
+from pilotlight.policy.scaling import ScalingRules
+from pilotlight.policy.testing import NOW_S, demand
 from pilotlight.policy.turns import TurnRules
 
 RULES = ControlRules(
+    scaling=ScalingRules(instance_requests=4, forecast=True),
     reconcile=ReconcileRules(term_started_s=START_S - 400, hold_deadline_s=3.0),
     turns=TurnRules(line_limit=3),
     repeat_limit=2,
@@ -58,6 +64,25 @@ def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) 
         )
         memory, plain = plan.memory, expected.memory
         cluster.carry_out(plan)
+
+
+@pytest.mark.slow
+def test_it_says_the_same_while_instances_come_and_go_by_load() -> None:
+    ahead = surplus = 0
+    for seed in range(20):
+        cluster = LoadedCluster.of(seed)
+        memory = plain = Memory()
+        for _ in range(40):
+            cluster.happen()
+            facts = cluster.facts()
+            plan, expected = tick(facts, memory, RULES), plain_tick(facts, plain, RULES)
+            assert said(plan) == said(expected)
+            memory, plain = plan.memory, expected.memory
+            cluster.carry_out(plan)
+            ahead += sum(one.ahead for one in plan.start)
+            surplus += len(memory.surplus_since_s)
+    assert ahead > 0
+    assert surplus > 0
 
 
 @pytest.mark.slow
@@ -230,3 +255,51 @@ def test_what_falls_due_by_time_alone_is_looked_at_then() -> None:
     idle = [one for one in cluster.books.records.values() if one.instance.in_flight == 0]
     assert {drain.instance_id for drain in plan.drain} == {one.instance.instance_id for one in idle}
     assert plan.visited.models == len(idle)
+
+
+def test_a_busy_model_gets_its_next_instance_by_arrivals_alone() -> None:
+    """Nothing of the cluster changes when requests come faster: its models are looked at anyway."""
+    cluster = quiet(SMALL)
+    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1, forecast=True))
+    name = next(
+        one.instance.model for one in cluster.books.records.values() if one.instance.in_flight
+    )
+    known = cluster.models[name]
+    cluster.models = {
+        **cluster.models,
+        name: replace(known, scaling=replace(known.scaling, max_instances=2)),
+    }
+    cluster.carry_out(cluster.tick(None))
+    windows = ArrivalWindows(NOW_S - 200)
+    life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=0.0)
+    windows.hear(life, [ArrivalCount(model=name, total=100, idle_s=0.0)], NOW_S, NOW_S)
+    told = replace(cluster.facts(Focus()), arrivals=windows.recent())
+    plan = tick(told, cluster.memory, cluster.rules)
+    assert [(one.model.name, one.ahead) for one in plan.start] == [(name, True)]
+    assert not plan.start[0].choice.needs_eviction
+    assert not cluster.tick().start, "nobody asks for it"
+
+
+def test_a_start_ahead_that_finds_no_free_room_is_no_refusal() -> None:
+    """It waits, and requests that come meanwhile do not wait for that."""
+    cluster = LargeCluster(SMALL)
+    cluster.rules = replace(cluster.rules, scaling=ScalingRules(instance_requests=1, forecast=True))
+    cluster.crowd()
+    record = next(one for one in cluster.books.records.values() if one.instance.in_flight)
+    name = record.instance.model
+    for other in cluster.models:
+        bounds = replace(cluster.models[other].scaling, max_instances=2 if other == name else 1)
+        cluster.models[other] = replace(cluster.models[other], scaling=bounds)
+    windows = ArrivalWindows(NOW_S - 200)
+    life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=0.0)
+    windows.hear(life, [ArrivalCount(model=name, total=100, idle_s=0.0)], cluster.now_s, NOW_S)
+    told = replace(cluster.facts(None), arrivals=windows.recent())
+    plan = tick(told, cluster.memory, cluster.rules)
+    assert not plan.start
+    assert not plan.refuse
+    waits = plan.memory.backing[name]
+    assert (waits.code, waits.attempts) == (AHEAD, 1)
+    soon = replace(told, now_s=told.now_s + 0.01)
+    assert tick(soon, plan.memory, cluster.rules).memory.backing[name] == waits, "not at once"
+    asked = replace(soon, demand=(demand(name, waiting=20),), awaited=frozenset({name}))
+    assert [one.model for one in tick(asked, plan.memory, cluster.rules).refuse] == [name]

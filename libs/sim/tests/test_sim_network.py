@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.coldstart.contention import LinkName
 from pilotlight.sim.cluster.events import Events
-from pilotlight.sim.cluster.network import Flow, Network, max_min
+from pilotlight.sim.cluster.network import Flow, Network, max_min, shared
 
 A, B, C = LinkName("a"), LinkName("b"), LinkName("c")
 
@@ -63,3 +63,38 @@ def test_bytes_take_the_time_that_their_share_gives() -> None:
     while events.step(100.0):
         pass
     assert ended == {"first": 10.0, "second": 15.0}
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=60)
+def test_what_yields_takes_nothing_from_the_others(seed: int) -> None:
+    """Rates of the others are those that they have alone; those behind share what is left."""
+    rng = random.Random(seed)
+    links = [LinkName(f"l{number}") for number in range(4)]
+    capacities = {link: rng.uniform(1, 20) for link in links}
+    flows = [
+        Flow(tuple(rng.sample(links, rng.randint(1, 2))), 1.0, 1.0, lambda: None, yields=number > 3)
+        for number in range(9)
+    ]
+    rates = shared(flows, capacities)
+    first = [one for one in flows if not one.yields]
+    assert {one: rates[one] for one in first} == max_min(first, capacities)
+    for link in links:
+        assert sum(rates[one] for one in flows if link in one.links) <= capacities[link] * 1.000001
+    idle = [link for link in links if not any(link in one.links for one in first)]
+    assert all(rates[one] > 0 for one in flows if one.yields and set(one.links) <= set(idle))
+
+
+def test_what_something_waits_for_yields_no_more() -> None:
+    events = Events()
+    network = Network(events, {A: 10.0})
+    ended: dict[str, float] = {}
+    network.start((A,), 100.0, lambda: ended.setdefault("first", events.now_s))
+    behind = network.start(
+        (A,), 20.0, lambda: ended.setdefault("behind", events.now_s), yields=True
+    )
+    assert behind.bytes_per_s == 0.0
+    events.at(2.0, lambda: network.hurry(behind))
+    while events.step(100.0):
+        pass
+    assert ended == {"behind": 6.0, "first": 12.0}

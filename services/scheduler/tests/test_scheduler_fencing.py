@@ -28,6 +28,7 @@ class Said:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.asked: list[Any] = []
 
     async def publish(self, subject: str, message: object, *, sent: Moment | None = None) -> None:
         self.words.append(subject)
@@ -36,6 +37,7 @@ class Said:
         self, subject: str, message: object, reply_type: type[Any], *, deadline_s: float
     ) -> Any:
         self.words.append(subject)
+        self.asked.append(message)
         return None
 
     async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
@@ -96,6 +98,13 @@ async def test_the_board_ends_with_the_lease() -> None:
     with pytest.raises(NotLeader):
         await publisher.run()
     assert said.words == []
+
+
+async def test_for_a_start_ahead_everything_on_the_device_stays() -> None:
+    said, one, owed = Said(), an_instance(), InstanceId("owed")
+    room = RoomClient(said, Epoch(1), Term(), lambda _: (owed,))  # type: ignore[arg-type]
+    await room.reserve(one, model(one.model), one.placements[0], (InstanceId("idle"), owed))
+    assert [ask.protected for ask in said.asked] == [(owed, InstanceId("idle"))]
 
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:

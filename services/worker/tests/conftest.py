@@ -19,7 +19,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.messages.engine import EngineUp, LoadStage, PlacePart
 from pilotlight.common.messages.pool import PartReady, TensorPlace
 from pilotlight.common.phase_reports import reported_phases
-from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cluster import DeviceKind, FetchPriority
 from pilotlight.policy.cost import EngineSpeed
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Dtype, EngineKind, Model, ModelSpec, ScalingBounds, Slo
@@ -83,6 +83,8 @@ class PoolLeases:
     pool: TinyPool
     open: int = 0
     asked: list[tuple[InstanceId, tuple[int, ...], str]] = field(default_factory=list)
+    priorities: list[FetchPriority] = field(default_factory=list)
+    """Of each that was asked for."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     failure: Exception | None = None
     intact: bool = True
@@ -96,8 +98,10 @@ class PoolLeases:
         model: Model,
         parts: tuple[int, ...],
         trace_parent: str = "",
+        priority: FetchPriority = FetchPriority.COLD_START,
     ) -> "_OpenLease":
         self.asked.append((instance_id, parts, trace_parent))
+        self.priorities.append(priority)
         return _OpenLease(self, parts)
 
 

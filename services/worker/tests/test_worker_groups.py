@@ -11,7 +11,7 @@ from pilotlight.common.messages.engine import StageFailed
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pipelines import PipelineLeft
 from pilotlight.common.testing import until
-from pilotlight.policy.cluster import HeldState, Member
+from pilotlight.policy.cluster import FetchPriority, HeldState, Member
 from pilotlight.policy.ids import Generation, InstanceId, NodeId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason
@@ -33,6 +33,9 @@ async def test_a_stage_grows_in_place_under_a_newer_generation(
     leases.gate.clear()
     await rig.command(longer)
     await rig.until(lambda: leases.open == 1)
+    assert leases.priorities == [FetchPriority.COLD_START, FetchPriority.PREFETCH], (
+        "a group serves while it grows"
+    )
     assert [parts for _, parts, _ in leases.asked] == [(0, 1), (2, 3)], (
         "what it has is not asked for again"
     )

@@ -30,7 +30,10 @@ def digest_of(plan: Plan) -> bytes:
         plan.changes,
         plan.drain,
         sorted(plan.evicted.items()),
-        [(one.model.name, one.reason, one.choice, one.demand_seen_s) for one in plan.start],
+        [
+            (one.model.name, one.reason, one.choice, one.demand_seen_s, one.ahead)
+            for one in plan.start
+        ],
         plan.grow,
         [(one.model, one.code, one.message, one.reasons, one.record) for one in plan.refuse],
     ]
@@ -50,7 +53,8 @@ def _essence(holds: Holds) -> list[object]:
         for told in holds.workers
     ]
     nodes = [
-        (told.node_id, [(*one.essence, one.parts) for one in told.fetches]) for told in holds.nodes
+        (told.node_id, [(*one.essence, one.parts, one.priority) for one in told.fetches])
+        for told in holds.nodes
     ]
     return [workers, nodes]
 

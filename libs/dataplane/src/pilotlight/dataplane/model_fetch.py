@@ -67,8 +67,8 @@ class PartsClaim:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a cold start waits for it: what is leased is read as soon as it is there."""
-        return self.leased or self.priority is FetchPriority.COLD_START
+        """Whether a cold start waits for it: for what a stage grows by none does."""
+        return self.priority is FetchPriority.COLD_START
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class ModelFetch:
 
     @property
     def priority(self) -> FetchPriority:
-        """How much it matters: what a worker leases, or is about to, is for a cold start."""
+        """How much it matters: as much as to the claim to which it matters most."""
         return (
             FetchPriority.COLD_START
             if any(claim.is_urgent for claim in self.claims)

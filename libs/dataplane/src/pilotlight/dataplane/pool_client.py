@@ -36,6 +36,7 @@ from pilotlight.common.messages.pool import (
     WorkerSaid,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
+from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Model
 
@@ -150,6 +151,7 @@ class PoolClient:
         model: Model,
         parts: tuple[int, ...],
         trace_parent: str = "",
+        priority: FetchPriority = FetchPriority.COLD_START,
     ) -> "PoolLease":
         """Ask for parts of a model; returns when the lease is granted.
 
@@ -159,6 +161,7 @@ class PoolClient:
             model: The model.
             parts: Their numbers, from 0.
             trace_parent: The trace that the fetch belongs to; empty: none.
+            priority: How much it matters that they come soon.
 
         Raises:
             SourceUnavailable: there is no loader within the grace.
@@ -170,6 +173,7 @@ class PoolClient:
             model=model,
             parts=parts,
             trace_parent=trace_parent,
+            priority=priority,
         )
         reader, writer, granted = await self.ask(request)
         return PoolLease(self, request, reader, writer, granted)

@@ -199,6 +199,7 @@ class PoolServer:
                 lease.instance_id,
                 leased=True,
                 trace_parent=lease.trace_parent,
+                priority=lease.priority,
             )
         except BadRequest as error:
             await self._send(writer, LeaseFailed(code=error.code, message=error.message))

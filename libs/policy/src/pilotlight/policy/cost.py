@@ -48,21 +48,18 @@ def known_rate(bytes_per_s: float) -> float:
     return round(bytes_per_s / unit) * unit
 
 
-def share_bytes_per_s(link_bytes_per_s: float, running: int, newcomers: int = 1) -> float:
-    """What one newcomer gets of a link that is shared equally by ``running`` flows and
-    ``newcomers`` that start together.
-    """
-    return link_bytes_per_s / (running + max(1, newcomers))
+def share_bytes_per_s(link_bytes_per_s: float, running: int) -> float:
+    """What a newcomer gets of a link that is shared equally with ``running`` flows."""
+    return link_bytes_per_s / (running + 1)
 
 
-def fetch_bytes_per_s(node: NodeFacts, estimate: Estimate | None, newcomers: int = 1) -> float:
+def fetch_bytes_per_s(node: NodeFacts, estimate: Estimate | None) -> float:
     """What a fetch of a model to a node gets.
 
-    It shares the node's link equally with the transfers that run there and with the other
-    ``newcomers``. What cold starts of the model have shown caps what the link promises: the source
-    may be slower than the node.
+    It shares the node's link equally with the transfers that run there. What cold starts of the
+    model have shown caps what the link promises: the source may be slower than the node.
     """
-    rate = share_bytes_per_s(node.nic_bytes_per_s, len(node.transfers), newcomers)
+    rate = share_bytes_per_s(node.nic_bytes_per_s, len(node.transfers))
     known = 0.0 if estimate is None else estimate.fetch_bytes_per_s
     return min(rate, known) if known > 0 else rate
 
@@ -180,7 +177,6 @@ def stage_cost(
     worker: WorkerFacts,
     node: NodeFacts,
     estimate: Estimate | None,
-    newcomers: int = 1,
 ) -> StageCost:
     """Times of one stage on one worker.
 
@@ -190,10 +186,9 @@ def stage_cost(
         worker: gives the speed of its device where nothing was learned.
         node: gives the link's speed, and the parts that are in its host pool.
         estimate: what was learned of the model on this kind of device; None: nothing yet.
-        newcomers: as for ``fetch_bytes_per_s``.
     """
     share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
-    fetch_rate = fetch_bytes_per_s(node, estimate, newcomers)
+    fetch_rate = fetch_bytes_per_s(node, estimate)
     device_rate = load_rate = known_rate(worker.device.load_bytes_per_s)
     prefill_s = GUESSED_PREFILL_S
     if estimate is not None:

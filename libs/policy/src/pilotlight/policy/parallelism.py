@@ -16,9 +16,10 @@ from pilotlight.policy.coldstart.cuts import even_stages
 from pilotlight.policy.cost import estimate_for, group_tpot_s, group_ttft_s, stage_cost, stage_room
 from pilotlight.policy.eviction.base import EvictionPlan
 from pilotlight.policy.ids import WorkerId
-from pilotlight.policy.model import Model
+from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.placement import (
     Candidate,
+    Candidates,
     PlacementRules,
     Rejection,
     candidates,
@@ -34,6 +35,8 @@ class SchemeRules:
     placement: PlacementRules = field(default_factory=PlacementRules)
     choice: ChoiceRules | None = None
     """The policy of ``coldstart`` that chooses; None: the least predicted time to first token."""
+    evicts: bool = True
+    """Room may be made; else it must be free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ def choose_scheme(
         return _by_policy(
             model, snapshot, rules, rules.choice, excluding, fleet, known or KnownStarts()
         )
-    found = candidates(model, whole, snapshot, rules.placement, excluding)
+    found = _candidates(model, whole, snapshot, rules, excluding)
     if not found.fitting and not found.makeable:  # 1
         return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected)
     ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme, Candidate]] = []
@@ -154,6 +157,29 @@ def choose_scheme(
     )
 
 
+def _candidates(
+    model: Model,
+    stage: Stage,
+    snapshot: Snapshot,
+    rules: SchemeRules,
+    excluding: frozenset[WorkerId],
+) -> Candidates:
+    """``candidates``, with what the rules leave of them.
+
+    Args:
+        model: To be started.
+        stage: What a worker is to hold.
+        snapshot: The facts.
+        rules: Whether room may be made.
+        excluding: Workers that may not be chosen.
+    """
+    found = candidates(model, stage, snapshot, rules.placement, excluding)
+    if rules.evicts:
+        return found
+    free = tuple(replace(one, evictable_bytes=0) for one in found.fitting)
+    return replace(found, fitting=free, makeable=())
+
+
 def _by_policy(
     model: Model,
     snapshot: Snapshot,
@@ -179,7 +205,7 @@ def _by_policy(
         choice = replace(choice, start=replace(choice.start, max_stages=1))
     size = min(choice.start.max_stages, model.spec.num_layers)
     least = min(even_stages(model.spec, size), key=model.device_bytes)
-    found = candidates(model, least, snapshot, rules.placement, excluding)
+    found = _candidates(model, least, snapshot, rules, excluding)
     fleet = fleet or Fleet.of(snapshot.workers)
     if not found.fitting and not found.makeable:
         return _none(model, fleet, found.rejected)

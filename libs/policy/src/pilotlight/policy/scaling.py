@@ -2,11 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.instance import SERVING, STARTING
+from pilotlight.policy.load import carried, expected_requests, further_requests
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
@@ -25,7 +27,11 @@ class ScalingRules:
     """A cold start without a waiting request for this long is cancelled: longer than any gap
     between two demand vectors."""
     forecast: bool = False
-    """Requests that are expected while a start is under way count with those that wait."""
+    """Requests that are expected while a start is under way count with those that wait, and with
+    those that run."""
+    low_load: float = 0.5
+    """Of what instances carry. One less may have so much at most, or it is needed; and a start
+    ahead is for instances that have more."""
     failure_pause_s: float = 0.5
     """Pause after a second failed cold start in a row, doubled with each further one. The first is
     tried again at once."""
@@ -38,6 +44,8 @@ class Start:
 
     model: ModelName
     reason: str
+    ahead: bool = False
+    """No request waits for it: it takes free room alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,10 @@ class ScalePlan:
     starts: tuple[Start, ...] = ()
     drains: tuple[Drain, ...] = ()
     held: tuple[Held, ...] = ()
+    surplus_since_s: Mapping[ModelName, float] = field(default_factory=dict[ModelName, float])
+    """Since when models have had an instance too many."""
+    busy: frozenset[ModelName] = frozenset()
+    """Models for which time alone may ask for a start ahead."""
 
 
 @dataclass(slots=True)
@@ -77,24 +89,40 @@ class _Draft:
     starts: list[Start] = field(default_factory=list[Start])
     drains: list[Drain] = field(default_factory=list[Drain])
     held: list[Held] = field(default_factory=list[Held])
+    surplus_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
+    busy: set[ModelName] = field(default_factory=set[ModelName])
 
 
-def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
+def plan_scaling(
+    snapshot: Snapshot,
+    rules: ScalingRules,
+    surplus_since_s: Mapping[ModelName, float] = MappingProxyType({}),
+) -> ScalePlan:
     """Compare each model's instances with its demand and bounds.
 
     1. an instance whose model was deleted, or changed its digest, drains
     2. more instances than ``max_instances``: the surplus drains, what starts first, then what is
        idle longest
-    3. a cold start without a waiting request drains, down to ``min_instances``
+    3. a cold start without a waiting request drains, down to ``min_instances``; not while the
+       others have more than ``low_load``
     4. an instance that has been idle for the keep-alive time drains, the longest idle first, down
-       to ``min_instances``; a pinned model's stays
+       to ``min_instances``; a pinned model's stays. One drains that is a surplus: for the
+       keep-alive time without interruption the others would have had ``low_load`` at most. It is
+       the one with the fewest requests, and the next one goes a keep-alive time later
     5. wanted: one instance for every ``instance_requests`` that wait, or are expected until it
        serves (``expected_requests``), at least ``min_instances``, at most ``max_instances``; what
-       starts already counts, so one start is under way for each such share of these requests
+       starts already counts, so one start is under way for each such share of these requests.
+       Where none waits, one more if those that serve have more than ``low_load``, and will have
+       more than they carry before it serves (``load.further_requests``)
     6. no start while an instance that has just become ready takes over the held requests, or the
        KV of one that serves grows for them
     7. no start within the pause that follows failed ones, and one alone until one has served: what
        cannot start must not be tried by the dozen
+
+    Args:
+        snapshot: Instances, models and demand, as of its ``now_s``.
+        rules: Figures of the decision.
+        surplus_since_s: As the plan before had it.
     """
     draft = _Draft()
     models = {model.name: model for model in snapshot.models}
@@ -114,9 +142,18 @@ def plan_scaling(snapshot: Snapshot, rules: ScalingRules) -> ScalePlan:
     growing = _growing(snapshot) if waiting else frozenset[InstanceId]()
     for model in snapshot.models:
         demand = waiting.get(model.name)
+        since_s = surplus_since_s.get(model.name, snapshot.now_s)
         left = _shrink(model, active[model.name], demand, snapshot.now_s, rules, draft)
+        if demand is None:
+            left = _less_surplus(model, left, since_s, snapshot.now_s, rules, draft)
         _grow(model, left, demand, growing, snapshot, rules, draft)
-    return ScalePlan(starts=tuple(draft.starts), drains=tuple(draft.drains), held=tuple(draft.held))
+    return ScalePlan(
+        starts=tuple(draft.starts),
+        drains=tuple(draft.drains),
+        held=tuple(draft.held),
+        surplus_since_s=draft.surplus_since_s,
+        busy=frozenset(draft.busy),
+    )
 
 
 def _shrink(
@@ -127,7 +164,7 @@ def _shrink(
     rules: ScalingRules,
     draft: _Draft,
 ) -> list[Instance]:
-    """Rules 2 to 4; the instances that stay."""
+    """Rules 2 to 4, but for the surplus; the instances that stay."""
     bounds = model.scaling
     left = sorted(
         active,
@@ -154,7 +191,7 @@ def _shrink(
         if len(left) <= bounds.min_instances:
             break
         if instance.state in STARTING:  # 3
-            if idle_s >= rules.cancel_after_s:
+            if idle_s >= rules.cancel_after_s and not _is_busy(left, rules):
                 drain(instance, f"nobody has waited for it for {idle_s:.1f} s")
         elif instance.in_flight == 0 and idle_s >= bounds.keep_alive_s and not model.pinned:  # 4
             drain(
@@ -163,6 +200,55 @@ def _shrink(
                 unless_pinned=True,
             )
     return left
+
+
+def _less_surplus(
+    model: Model,
+    left: list[Instance],
+    since_s: float,
+    now_s: float,
+    rules: ScalingRules,
+    draft: _Draft,
+) -> list[Instance]:
+    """Rule 4, of the surplus; the instances that stay.
+
+    Args:
+        model: For which no request waits.
+        left: Its instances.
+        since_s: Since when it has had a surplus, if it had one.
+        now_s: The time, in seconds.
+        rules: Which load is low.
+        draft: Takes the drain.
+    """
+    serving, requests = carried(left)
+    bounds = model.scaling
+    if (
+        serving < len(left)
+        or serving <= max(1, bounds.min_instances)
+        or model.pinned
+        or requests > rules.low_load * rules.instance_requests * (serving - 1)
+    ):
+        return left
+    if now_s - since_s < bounds.keep_alive_s:
+        draft.surplus_since_s[model.name] = since_s
+        return left
+    spare = min(left, key=lambda one: (one.in_flight, one.last_used_s, one.instance_id))
+    draft.drains.append(
+        Drain(
+            instance_id=spare.instance_id,
+            model=model.name,
+            reason=f"{requests} requests run on {serving} instances: for {now_s - since_s:.1f} s "
+            "one less would have been enough",
+            unless_pinned=True,
+        )
+    )
+    return [one for one in left if one is not spare]
+
+
+def _is_busy(instances: Iterable[Instance], rules: ScalingRules) -> bool:
+    """Whether those that serve have more than the low load."""
+    serving, requests = carried(instances)
+    return requests > rules.low_load * rules.instance_requests * serving
 
 
 def _growing(snapshot: Snapshot) -> frozenset[InstanceId]:
@@ -187,6 +273,15 @@ def _grow(
     waiting = demand.waiting if demand is not None else 0
     expected = expected_requests(model, snapshot) if rules.forecast and waiting > 0 else 0.0
     for_demand = math.ceil((waiting + expected) / rules.instance_requests) - starting
+    ahead = False
+    may_grow = rules.forecast and waiting == 0 and len(left) < bounds.max_instances
+    if may_grow and _is_busy(left, rules):
+        draft.busy.add(model.name)
+        serving, requests = carried(left)
+        expected = further_requests(model, snapshot)
+        room = rules.instance_requests * (serving + starting)
+        ahead = requests + expected > room
+        for_demand = 1 if ahead else 0
     count = min(
         max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left)
     )  # 5
@@ -223,32 +318,24 @@ def _grow(
         return
     if failed_starts_s(model, snapshot):
         count = min(count, max(0, 1 - starting))
-    why = (
-        ("1 request waits" if waiting == 1 else f"{waiting} requests wait")
-        + (f", {expected:.1f} more are expected" if expected else "")
-        if for_demand > 0
-        else f"at least {bounds.min_instances} instances are asked for"
+    if for_minimum and for_demand <= 0:
+        why = f"at least {bounds.min_instances} instances are asked for"
+    elif ahead:
+        why = f"{carried(left)[1]} requests run, {expected:.1f} more are expected"
+    else:
+        why = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
+        why += f", {expected:.1f} more are expected" if expected else ""
+    draft.starts.extend(
+        Start(model=model.name, reason=why, ahead=ahead and not for_minimum) for _ in range(count)
     )
-    draft.starts.extend(Start(model=model.name, reason=why) for _ in range(count))
-
-
-def expected_requests(model: Model, snapshot: Snapshot) -> float:
-    """Requests that come while a start is under way, if they come as they did in the last seconds:
-    the sliding window of ``arrivals``, its newest slots alone, so that a burst is seen at once.
-
-    It is asked for models for which requests wait: no instance of theirs has room.
-
-    Args:
-        model: Which.
-        snapshot: Arrivals, and how long its cold starts took.
-    """
-    known = snapshot.estimates.get(model.name, ())
-    start_s = min((one.cold_ttft_s for one in known), default=model.slo.ttft_ms / 1000)
-    return start_s * snapshot.arrivals.burst_per_s(model.name, snapshot.now_s)
 
 
 def next_change_s(
-    model: Model, active: Iterable[Instance], after_s: float, rules: ScalingRules
+    model: Model,
+    active: Iterable[Instance],
+    after_s: float,
+    rules: ScalingRules,
+    surplus_since_s: float = math.inf,
 ) -> float:
     """When, after a time, rule 3 or 4 could next drain one of a model's instances if nothing
     happens; infinite: never.
@@ -258,16 +345,18 @@ def next_change_s(
         active: the model's instances.
         after_s: only times after this one count, in seconds of the snapshot's clock.
         rules: give how long a start without a waiting request is kept.
+        surplus_since_s: since when it has had an instance too many; infinite: it has not.
     """
     instances = [one for one in active if one.state in STARTING | SERVING]
     if len(instances) <= model.scaling.min_instances:
         return math.inf
-    times = (
+    times = [
         one.last_used_s
         + (rules.cancel_after_s if one.state in STARTING else model.scaling.keep_alive_s)
         for one in instances
         if one.state in STARTING or (one.in_flight == 0 and not model.pinned)
-    )
+    ]
+    times.append(surplus_since_s + model.scaling.keep_alive_s)
     return min((at_s for at_s in times if at_s > after_s), default=math.inf)
 
 

@@ -56,8 +56,21 @@ class RoomClient:
         self._effects = effects
         self._rng = random.Random()
 
-    async def reserve(self, instance: Instance, model: Model, placement: Placement) -> Reserved:
+    async def reserve(
+        self,
+        instance: Instance,
+        model: Model,
+        placement: Placement,
+        protected: tuple[InstanceId, ...] = (),
+    ) -> Reserved:
         """Ask for room for one stage.
+
+        Args:
+            instance: Which it is of.
+            model: Its model.
+            placement: Where.
+            protected: Instances on the worker's device that stay, beside those that are owed
+                service.
 
         Raises:
             NoRoom: the cache can free none, on the device or in the host pool.
@@ -80,7 +93,7 @@ class RoomClient:
             lease_s=GRANT_LEASE_S,
             epoch=self._epoch,
             generation=instance.generation,
-            protected=self._owed(placement.worker_id),
+            protected=tuple(dict.fromkeys((*self._owed(placement.worker_id), *protected))),
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:

@@ -58,7 +58,7 @@ class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, Pru
     forecast_starts: bool = Field(
         False,
         description="Requests that are expected while a start is under way count with those that wait, so that a burst gets its "
-        "instances at once.",
+        "instances at once. And instances that will soon be full get one more before a request waits, in free room.",
     )
     hold_deadline_s: float = Field(
         10.0,

@@ -24,7 +24,7 @@ from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
-from pilotlight.policy.ids import Digest, Generation, InstanceId
+from pilotlight.policy.ids import Digest, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
@@ -203,8 +203,12 @@ class Starter:
     ) -> list[tuple[Placement, Reserved | BaseException]]:
         """Ask for the room of all stages at once: a group waits for its slowest answer alone."""
         placements = _scheme_of(order).placements
+        stays = _on_devices(order) if order.ahead else {}
         answers = await asyncio.gather(
-            *(self.room.reserve(instance, order.model, one) for one in placements),
+            *(
+                self.room.reserve(instance, order.model, one, stays.get(one.worker_id, ()))
+                for one in placements
+            ),
             return_exceptions=True,
         )
         return list(zip(placements, answers, strict=True))
@@ -240,6 +244,13 @@ class Starter:
 def _scheme_of(order: StartOrder) -> Scheme:
     assert order.choice.scheme is not None, "control orders no start without a scheme"
     return order.choice.scheme
+
+
+def _on_devices(order: StartOrder) -> dict[WorkerId, tuple[InstanceId, ...]]:
+    """Instances by worker: for a start that nobody waits for all of them stay."""
+    return {
+        one.worker_id: tuple(held.instance_id for held in one.held) for one in order.seen.workers
+    }
 
 
 def _refusal(order: StartOrder, placement: Placement, error: PilotlightError) -> Refusal:

@@ -129,6 +129,7 @@ def _fetch_of(fetch: PartFetch, nodes: Mapping[NodeId, NodeFacts]) -> Fetch:
         model=fetch.model,
         parts=fetch.parts,
         trace_parent=fetch.trace_parent,
+        priority=fetch.priority,
         upstreams=tuple(
             Peer(node_id=one.node_id, host=one.dataplane_host, port=one.dataplane_port)
             for one in known

@@ -22,6 +22,7 @@ from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
+from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import PhaseName
@@ -66,6 +67,7 @@ class PartSource(Protocol):
         model: Model,
         parts: tuple[int, ...],
         trace_parent: str = "",
+        priority: FetchPriority = FetchPriority.COLD_START,
     ) -> PartLease:
         """Returns when the lease is granted.
 
@@ -75,6 +77,7 @@ class PartSource(Protocol):
             model: Its parts.
             parts: Which of them, by index.
             trace_parent: Of the cold start's trace; empty: there is none.
+            priority: How much it matters that they come soon.
 
         Raises:
             PilotlightError: there is no loader, or it refused.
@@ -187,8 +190,14 @@ class StageLoader:
             span("grow", instance_id=hold.instance_id, model=hold.model.name),
         ):
             parent = current_traceparent() or hold.trace_parent
+            # The group serves without them: they yield to what cold starts wait for.
             lease = await self._source.lease(
-                self._core.worker_id, hold.instance_id, hold.model, parts, parent
+                self._core.worker_id,
+                hold.instance_id,
+                hold.model,
+                parts,
+                parent,
+                FetchPriority.PREFETCH,
             )
             self._pool_path = lease.pool_path
             async with lease:
@@ -274,6 +283,7 @@ class EveryPart:
         model: Model,
         parts: tuple[int, ...],
         trace_parent: str = "",
+        priority: FetchPriority = FetchPriority.COLD_START,
     ) -> PartLease:
         return _EveryPartLease(parts)
 

@@ -5,6 +5,7 @@ reference counts.
 """
 
 from pilotlight.common.messages.codec import Message
+from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Dtype, Model
 from pilotlight.policy.phase import Moment
@@ -57,6 +58,8 @@ class Lease(Message, tag="lease", frozen=True, kw_only=True):
     model: Model
     parts: tuple[int, ...]
     trace_parent: str = ""
+    priority: FetchPriority = FetchPriority.COLD_START
+    """``PREFETCH`` where the instance serves without them."""
 
 
 class TensorPlace(Message, array_like=True, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ A hold is the whole desired state of its receiver.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pilotlight.policy.cluster import HeldState, Member, NodeFacts, WorkerView
+from pilotlight.policy.cluster import FetchPriority, HeldState, Member, NodeFacts, WorkerView
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId, WorkerId
-from pilotlight.policy.instance import BRINGING
+from pilotlight.policy.instance import BRINGING, SERVING
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.multicast import chains_of
 from pilotlight.policy.plan import Instance, InstanceState
@@ -57,6 +57,7 @@ class PartFetch:
     parts: tuple[int, ...]
     trace_parent: str
     upstreams: tuple[NodeId, ...]
+    priority: FetchPriority = FetchPriority.COLD_START
 
     @property
     def essence(self) -> tuple[object, ...]:
@@ -123,6 +124,8 @@ def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[Par
     """Everything that one node is to fetch, and from whom, by instance.
 
     The parts of instances that are on their way, and those of the added layers where a stage grows.
+    The latter serve no request sooner, so they yield to what cold starts wait for: their group
+    answers meanwhile.
     """
     fetches = [
         PartFetch(
@@ -132,6 +135,11 @@ def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[Par
             parts=parts,
             trace_parent=record.trace_parent,
             upstreams=upstreams.get((node_id, record.model.digest), ()),
+            priority=(
+                FetchPriority.PREFETCH
+                if record.instance.state in SERVING
+                else FetchPriority.COLD_START
+            ),
         )
         for record in books.on_node(node_id)
         if record.instance.state in BRINGING

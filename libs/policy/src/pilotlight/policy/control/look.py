@@ -124,16 +124,32 @@ def instances_due(
 
 
 def models_due(
-    models: Iterable[ModelName], seen: Snapshot, rules: ControlRules
+    models: Iterable[ModelName],
+    seen: Snapshot,
+    rules: ControlRules,
+    surplus_since_s: Mapping[ModelName, float],
 ) -> Mapping[ModelName, float]:
-    """When models are to be looked at if nothing is asked for."""
+    """When models are to be looked at if nothing is asked for.
+
+    Args:
+        models: Those that are asked for.
+        seen: The instances of theirs.
+        rules: Keep-alives.
+        surplus_since_s: Since when models have had an instance too many.
+
+    Returns:
+        Seconds on the clock of ``seen.now_s``, by model; infinite: never.
+    """
     known = {model.name: model for model in seen.models}
     on = defaultdict[ModelName, list[Instance]](list)
     for instance in seen.instances:
         on[instance.model].append(instance)
     after_s = seen.now_s - PASSED_S
     return {
-        name: next_change_s(known[name], on[name], after_s, rules.scaling) - EARLY_S
+        name: next_change_s(
+            known[name], on[name], after_s, rules.scaling, surplus_since_s.get(name, math.inf)
+        )
+        - EARLY_S
         if name in known
         else math.inf
         for name in models

@@ -160,6 +160,8 @@ class Memory:
         default_factory=dict[ModelName, tuple[Refusal, ...]]
     )
     """Refusals of the attempt that is under way."""
+    surplus_since_s: Mapping[ModelName, float] = field(default_factory=dict[ModelName, float])
+    """Since when models have had an instance too many."""
     told_workers: Table[WorkerId, Told] = field(default_factory=Table["WorkerId", Told])
     told_nodes: Table[NodeId, Told] = field(default_factory=Table["NodeId", Told])
     index: Index | None = None
@@ -178,6 +180,8 @@ class StartOrder:
     """What the choice was made from."""
     demand_seen_s: float
     trace_parent: str
+    ahead: bool = False
+    """No request waits for it: nothing may be evicted for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,10 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from pilotlight.policy.control.books import Books, Record
-from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.plan import (
     Backing,
     ControlFacts,
@@ -18,18 +16,15 @@ from pilotlight.policy.control.plan import (
     RefusedStart,
     StartOrder,
 )
-from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.ids import (
     DecisionId,
-    Digest,
     Generation,
     InstanceId,
     ModelName,
-    NodeId,
     WorkerId,
 )
 from pilotlight.policy.model import Model
-from pilotlight.policy.parallelism import SchemeChoice, choose_scheme
+from pilotlight.policy.parallelism import SchemeChoice
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Start
@@ -37,6 +32,8 @@ from pilotlight.policy.turns import Turn
 
 NO_ROOM, NO_WORKER = "no_room", "no_worker"
 """Codes of the taxonomy (``common.errors``)."""
+AHEAD = "ahead"
+"""Of a start ahead of requests, which found no free room."""
 
 
 Chosen = tuple[Snapshot, SchemeChoice]
@@ -53,6 +50,7 @@ class Choose(Protocol):
         demand: tuple[Demand, ...],
         *,
         explained: bool,
+        ahead: bool,
     ) -> Chosen:
         """Choose.
 
@@ -61,6 +59,7 @@ class Choose(Protocol):
             excluded: Workers that may not be chosen.
             demand: Of all models.
             explained: Also where there is no scheme, with workers that say why.
+            ahead: In free room alone.
         """
         ...
 
@@ -84,7 +83,9 @@ class Tries:
     4. some worker may take it: room is asked for there, leaving out those that refused in this
        attempt
     5. none may: the attempt is refused
-    6. a burst's further instances come after every model has had its turn, as far as there is room;
+    6. a start ahead of requests is not tried elsewhere, and a refusal of it is no news: it waits.
+       Requests that come do not wait for that
+    7. a burst's further instances come after every model has had its turn, as far as there is room;
        what is left of them waits for the first ones
     """
 
@@ -146,7 +147,7 @@ class Tries:
             for turn in turns
             if self._begin(each[turn.model][0], turn.left, draft, demand, wanted)
         ]
-        for turn in begun:  # 6
+        for turn in begun:  # 7
             for further in each[turn.model][1:]:
                 if not self._begin(further, turn.left, draft, demand, wanted):
                     break
@@ -175,7 +176,7 @@ class Tries:
         if any(draft.books.records[one].tentative for one in ours if one not in self._begun):  # 1
             return False
         tried = self.tries.get(model.name, ())
-        if not tried and not self._may_try(model.name):  # 3
+        if not tried and not self._may_try(start):  # 3
             return False
         reason = (
             start.reason
@@ -183,11 +184,15 @@ class Tries:
             else wanted.get(model.name, start.reason)
         )
         excluded = left.union(one.worker_id for one in tried)
-        choose = partial(self._choose, model, excluded, demand)
+        choose = partial(self._choose, model, excluded, demand, ahead=start.ahead)
         seen, choice = choose(explained=False)
         self.looked_at += len(seen.workers)
         over = len(tried) >= self._rules.max_tries or any(one.transient for one in tried)
-        if choice.scheme is None and not self._begun.isdisjoint(ours):  # 6
+        if choice.scheme is None and not self._begun.isdisjoint(ours):  # 7
+            return False
+        if start.ahead and (choice.scheme is None or tried):  # 6
+            self.tries.pop(model.name, None)
+            self._back_off(model.name, AHEAD)
             return False
         if choice.scheme is None or over:  # 2, 5
             self.tries.pop(model.name, None)
@@ -203,6 +208,7 @@ class Tries:
                 seen=seen,
                 demand_seen_s=seen_s,
                 trace_parent=trace,
+                ahead=start.ahead,
             )
         )
         # What follows in this tick counts it; the books that are kept get it from the start that
@@ -212,9 +218,12 @@ class Tries:
         draft.put(tentative)
         return True
 
-    def _may_try(self, model: ModelName) -> bool:
-        waits = self.backing.get(model)
+    def _may_try(self, start: Start) -> bool:
+        waits = self.backing.get(start.model)
         now_s = self._facts.now_s
+        if waits is not None and waits.code == AHEAD and not start.ahead:  # 6
+            del self.backing[start.model]
+            return True
         if waits is None or now_s >= waits.retry_at_s:
             return True
         return (
@@ -250,18 +259,11 @@ class Tries:
         before = self.backing.get(model)
         recorded = before.recorded if before is not None else frozenset[str]()
         recorded_s = before.recorded_s if before is not None else self._facts.now_s
-        attempts = before.attempts + 1 if before is not None else 1
         record = (
             essence not in recorded or self._facts.now_s - recorded_s >= self._rules.refusal_again_s
         )
-        self.backing[model] = Backing(
-            attempts=attempts,
-            at_s=self._facts.now_s,
-            retry_at_s=self._facts.now_s + retry_pause_s(model, attempts, self._rules),
-            world_version=self._facts.world_version,
-            code=code,
-            recorded=recorded | {essence},
-            recorded_s=self._facts.now_s if record else recorded_s,
+        self._back_off(
+            model, code, recorded | {essence}, self._facts.now_s if record else recorded_s
         )
         if record:
             seen, choice = choose(explained=True)
@@ -283,6 +285,33 @@ class Tries:
             )
         )
 
+    def _back_off(
+        self,
+        model: ModelName,
+        code: str,
+        recorded: frozenset[str] = frozenset(),
+        recorded_s: float = 0.0,
+    ) -> None:
+        """Wait before the next attempt.
+
+        Args:
+            model: Which was refused.
+            code: How.
+            recorded: Refusals that were written down.
+            recorded_s: When the last of them was.
+        """
+        before, now_s = self.backing.get(model), self._facts.now_s
+        attempts = before.attempts + 1 if before is not None else 1
+        self.backing[model] = Backing(
+            attempts=attempts,
+            at_s=now_s,
+            retry_at_s=now_s + retry_pause_s(model, attempts, self._rules),
+            world_version=self._facts.world_version,
+            code=code,
+            recorded=recorded,
+            recorded_s=recorded_s,
+        )
+
 
 def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float:
     """The pause after a number of refusals, at least 1: exponential, with jitter that follows from
@@ -291,64 +320,6 @@ def retry_pause_s(model: ModelName, attempts: int, rules: ControlRules) -> float
     ceiling_s = min(rules.retry_limit_s, rules.retry_first_s * 2.0 ** min(attempts - 1, 32))
     drawn = hashlib.blake2b(f"{model} {attempts}".encode(), digest_size=8).digest()
     return ceiling_s * (0.5 + 0.5 * int.from_bytes(drawn) / 2**64)
-
-
-def choose_among(
-    model: Model,
-    excluded: frozenset[WorkerId],
-    demand: tuple[Demand, ...],
-    *,
-    explained: bool,
-    draft: Draft,
-) -> Chosen:
-    """The scheme of a start, and what it was chosen from: the workers that can be the answer, and
-    those that explain it.
-
-    Args:
-        model: To be started.
-        excluded: Workers that may not be chosen.
-        demand: Of all models.
-        explained: Also where no worker can be the answer.
-        draft: The world.
-    """
-    rules = draft.rules
-    workers = for_start(model, draft, rules.scheme.placement, excluded)
-    ours = tuple(one for one in demand if one.model == model.name)
-    fleet, known = draft.rooms.fleet, draft.known_starts
-    if not workers and not explained:
-        seen = draft.slice((model.name,), demand=ours)
-        return seen, choose_scheme(model, seen, rules.scheme, excluded, fleet, known)
-    in_groups = rules.scheme.choice is not None and rules.scheme.choice.start.max_stages > 1
-    if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:
-        workers |= nearest(draft, rules.explained_workers)
-    seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))
-    return seen, choose_scheme(model, seen, rules.scheme, excluded, fleet, known)
-
-
-def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
-    """What a decision over one model looks at: everything but other models' demand, and what is
-    known of models that are on no device and could not make room.
-    """
-    named = {held.model for worker in snapshot.workers for held in worker.held} | {model.name}
-    digests: defaultdict[NodeId, set[Digest]] = defaultdict(lambda: {model.digest})
-    for worker in snapshot.workers:
-        digests[worker.node_id].update(held.digest for held in worker.held)
-    return replace(
-        snapshot,
-        models=tuple(one for one in snapshot.models if one.name in named),
-        nodes=tuple(
-            replace(
-                node,
-                copies=tuple(copy for copy in node.copies if copy.digest in digests[node.node_id]),
-            )
-            for node in snapshot.nodes
-        ),
-        demand=tuple(one for one in snapshot.demand if one.model == model.name),
-        estimates={
-            name: snapshot.estimates[name] for name in sorted(named) if name in snapshot.estimates
-        },
-        arrivals=snapshot.arrivals.of(sorted(named)),
-    )
 
 
 def _tentative(

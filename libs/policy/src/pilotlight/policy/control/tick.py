@@ -25,6 +25,7 @@ from functools import partial
 
 from pilotlight.policy.cluster import Liveness
 from pilotlight.policy.control.books import Books
+from pilotlight.policy.control.choosing import choose_among
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.focus import Dues, Focus
 from pilotlight.policy.control.growing import plan_growth
@@ -33,7 +34,7 @@ from pilotlight.policy.control.look import Look, instances_due, models_due
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import reconcile
 from pilotlight.policy.control.shortlist import for_start, for_turns
-from pilotlight.policy.control.starts import NO_ROOM, Tries, choose_among
+from pilotlight.policy.control.starts import NO_ROOM, Tries
 from pilotlight.policy.control.telling import telling
 from pilotlight.policy.drain import DrainPlan, plan_drain, staying
 from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
@@ -85,7 +86,10 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     waited_for = {one.model for one in demand}
     models = look.models | draft.decided.models | waited_for
     seen = staying(draft.slice(models, demand=demand))
-    scaled = plan_scaling(seen, rules.scaling)  # 5
+    scaled = plan_scaling(seen, rules.scaling, memory.surplus_since_s)  # 5
+    surplus_since_s = {
+        name: since_s for name, since_s in memory.surplus_since_s.items() if name not in models
+    } | dict(scaled.surplus_since_s)
     draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
     turns, places = _turns(starts, draft, demand, memory)  # 6
@@ -98,11 +102,11 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     grown = plan_growth(changed) if rules.consolidate else ()  # 8
     told = telling(draft, memory, look)  # 9
     restless = draft.decided | Focus(
-        models=frozenset({*starts, *(one.model for one in scaled.held)})
+        models=frozenset({*starts, *(one.model for one in scaled.held), *scaled.busy})
     )
     index = replace(
         told.index,
-        models_due=told.index.models_due.put(models_due(models, seen, rules)),
+        models_due=told.index.models_due.put(models_due(models, seen, rules, surplus_since_s)),
         instances_due=told.index.instances_due.put(
             instances_due(look.instances, used, facts, rules)
         ),
@@ -117,6 +121,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
             wanted=wanted,
             backing=tries.backing,
             tries=tries.tries,
+            surplus_since_s=surplus_since_s,
             told_nodes=told.told_nodes,
             told_workers=told.told_workers,
             index=index,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, Tier, Transfer
+from pilotlight.policy.cluster import Copy, FetchPriority, Liveness, NodeFacts, Tier, Transfer
 from pilotlight.policy.coldstart.contention import LinkName, incoming, outgoing
 from pilotlight.policy.control.holds import PartFetch
 from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId
@@ -26,6 +26,8 @@ class Fetch:
     parts: frozenset[int]
     source: str
     began_s: float
+    ahead: bool = False
+    """Nothing waits for it: it yields to fetches of starts."""
     flow: Flow | None = None
     """None: it has not begun, or waits for its source to have everything."""
     peer: "Host | None" = None
@@ -151,19 +153,24 @@ class Host:
             if key in self.fetches:
                 continue
             had = self.copies.get(one.model.digest, frozenset())
-            coming = frozenset(
-                part
+            running = [
+                other
                 for other in self.fetches.values()
                 if other.model.digest == one.model.digest and not other.ended
-                for part in other.parts
-            )
+            ]
+            coming = frozenset(part for other in running for part in other.parts)
             missing = frozenset(one.parts) - had - coming
+            if one.priority is FetchPriority.COLD_START:
+                for other in running:
+                    if not other.parts.isdisjoint(one.parts):
+                        self._hurry(other)
             named = source_of(one.instance_id)
             source = named or next(
                 (peer for peer in one.upstreams if hosts[peer].could_give(one.model, missing)),
                 REMOTE,
             )
-            fetch = Fetch(one.model, missing, source, self.network.events.now_s)
+            ahead = one.priority is FetchPriority.PREFETCH
+            fetch = Fetch(one.model, missing, source, self.network.events.now_s, ahead)
             self.fetches[key] = fetch
             self.need(one.model)
             self.network.events.after(
@@ -202,12 +209,28 @@ class Host:
         fetch.peer = peer
         self._receive(fetch, fetch.total_bytes)
 
+    def _hurry(self, fetch: Fetch) -> None:
+        """A start waits for what was fetched ahead, here and where it comes from."""
+        fetch.ahead = False
+        if fetch.flow is not None:
+            self.network.hurry(fetch.flow)
+        if fetch.peer is not None:
+            before = fetch.peer._coming(fetch.model.digest, fetch.parts)
+            if before is not None and before.ahead:
+                fetch.peer._hurry(before)
+
     def _receive(self, fetch: Fetch, size_bytes: float) -> None:
         giver = REMOTE if fetch.peer is None else fetch.peer.node_id
         links: tuple[LinkName, ...] = (incoming(self.node_id), outgoing(giver))
         fetch.flow = self.network.start(
-            links, size_bytes, lambda: self._arrived(fetch), UNLIMITED_BYTES_PER_S
+            links,
+            size_bytes,
+            lambda: self._arrived(fetch),
+            UNLIMITED_BYTES_PER_S,
+            yields=fetch.ahead,
         )
+        if not fetch.ahead:
+            self._hurry(fetch)
         self.changed(self.node_id)
 
     def _arrived(self, fetch: Fetch) -> None:

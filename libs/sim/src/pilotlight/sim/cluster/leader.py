@@ -236,6 +236,8 @@ class Leader:
         """What the cache does: evict for the least room, promise what is asked for."""
         worker = self.parts.workers[placement.worker_id]
         missing = placement.device_bytes - worker.free_bytes
+        if missing > 0 and order.ahead:
+            return False
         if missing > 0:
             seen = order.seen
             node = self._nodes[placement.node_id]

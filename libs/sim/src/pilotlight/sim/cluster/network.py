@@ -24,6 +24,8 @@ class Flow:
     left_bytes: float
     done: Callable[[], None]
     limit_bytes_per_s: float = math.inf
+    yields: bool = False
+    """It gets what others leave, as a prefetch does."""
     bytes_per_s: float = 0.0
     as_of_s: float = 0.0
     version: int = 0
@@ -49,6 +51,8 @@ class Network:
         size_bytes: float,
         done: Callable[[], None],
         limit_bytes_per_s: float = math.inf,
+        *,
+        yields: bool = False,
     ) -> Flow:
         """Send bytes.
 
@@ -57,14 +61,21 @@ class Network:
             size_bytes: How many.
             done: Called when the last one is there.
             limit_bytes_per_s: However free the links are; finite where no link has a capacity.
+            yields: To flows that do not.
         """
         shared = tuple(link for link in links if link in self.capacities)
-        flow = Flow(shared, size_bytes, size_bytes, done, limit_bytes_per_s)
+        flow = Flow(shared, size_bytes, size_bytes, done, limit_bytes_per_s, yields)
         flow.as_of_s = self.events.now_s
         for link in shared:
             self._on.setdefault(link, {})[flow] = None
         self._share(self._component([flow]))
         return flow
+
+    def hurry(self, flow: Flow) -> None:
+        """A flow yields to others no more: something waits for it."""
+        if flow.yields:
+            flow.yields = False
+            self._share(self._component([flow]))
 
     def stop(self, flow: Flow) -> None:
         """Give a flow up, or take it away when it has ended."""
@@ -89,7 +100,7 @@ class Network:
     def _share(self, flows: Iterable[Flow]) -> None:
         """Give each of a component its max-min fair rate, by progressive filling."""
         now_s = self.events.now_s
-        rates = max_min(list(flows), self.capacities)
+        rates = shared(list(flows), self.capacities)
         for flow, rate in rates.items():
             if rate == flow.bytes_per_s and flow.version:
                 continue
@@ -109,6 +120,29 @@ class Network:
                 flow.done()
 
         self.events.at(at_s, end)
+
+
+def shared(flows: Sequence[Flow], capacities: Mapping[LinkName, float]) -> dict[Flow, float]:
+    """Max-min fair rates of flows, and then of those that yield, in what the others leave.
+
+    Args:
+        flows: All that share links with each other.
+        capacities: Of the links, in bytes a second.
+    """
+    first = [one for one in flows if not one.yields]
+    rates = max_min(first, capacities)
+    behind = [one for one in flows if one.yields]
+    if not behind:
+        return rates
+    left = {link: capacities[link] for one in behind for link in one.links}
+    for flow, rate in rates.items():
+        for link in flow.links:
+            if link in left:
+                left[link] -= rate
+    least = {
+        link: rate if rate > ROUNDING * capacities[link] else 0.0 for link, rate in left.items()
+    }
+    return {**rates, **max_min(behind, least)}
 
 
 def max_min(flows: Sequence[Flow], capacities: Mapping[LinkName, float]) -> dict[Flow, float]:
