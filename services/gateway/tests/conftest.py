@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
+from sqlalchemy.engine import URL
 from starlette.applications import Starlette
 
 from pilotlight.common.bus import Bus
@@ -16,7 +17,8 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.service import Component, Context
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.store import ObjectStore, text_key
-from pilotlight.common.testing import MakeContext, until
+from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.gateway.admin.testing import AdminWorld, admin_world, emptied, settings_in
 from pilotlight.gateway.app import (
     TRACED_PATHS,
     Serving,
@@ -187,6 +189,24 @@ async def make_world(
             return world
 
         yield make
+
+
+@pytest.fixture
+def emptied_settings(
+    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
+) -> GatewaySettings:
+    """Settings of a gateway whose database has nothing of the tests before."""
+    emptied(module_database)
+    return settings_in(tmp_path, database_settings("gateway").database_url)
+
+
+@pytest.fixture
+async def fresh_admin(
+    make_context: MakeContext, emptied_settings: GatewaySettings
+) -> AsyncIterator[AdminWorld]:
+    """The admin API of such a gateway."""
+    async with admin_world(make_context("gateway", emptied_settings)) as made:
+        yield made
 
 
 @pytest.fixture

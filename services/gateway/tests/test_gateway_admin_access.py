@@ -17,7 +17,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable, Forbidden, SettingsInvalid, Unauthorized
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.testing import MakeContext
 from pilotlight.gateway.admin.gate import MAX_BODY_BYTES, OPEN_PATHS
 from pilotlight.gateway.admin.testing import (
     ADMIN_KEY,
@@ -25,8 +25,6 @@ from pilotlight.gateway.admin.testing import (
     AdminWorld,
     admin_world,
     database_away,
-    emptied,
-    settings_in,
 )
 from pilotlight.gateway.auth import CACHE_S, MAX_KEY_CHARS, Authenticator
 from pilotlight.gateway.settings import GatewaySettings
@@ -38,16 +36,10 @@ OTHER_KEY = "pl-admin-another-key-for-tests"
 
 
 @pytest.fixture
-def settings(
-    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
-) -> GatewaySettings:
-    emptied(module_database)
-    return settings_in(tmp_path, database_settings("gateway").database_url)
-
-
-@pytest.fixture
-async def world(make_context: MakeContext, settings: GatewaySettings) -> AsyncIterator[AdminWorld]:
-    async with admin_world(make_context("gateway", settings)) as made:
+async def world(
+    make_context: MakeContext, emptied_settings: GatewaySettings
+) -> AsyncIterator[AdminWorld]:
+    async with admin_world(make_context("gateway", emptied_settings)) as made:
         yield made
 
 
@@ -79,8 +71,8 @@ class Keys:
 
 
 @pytest.fixture
-async def keys(settings: GatewaySettings, anyio_backend: str) -> AsyncIterator[Keys]:
-    made = Keys(settings)
+async def keys(emptied_settings: GatewaySettings, anyio_backend: str) -> AsyncIterator[Keys]:
+    made = Keys(emptied_settings)
     await made.authenticator.start()
     yield made
     await made.database.stop()

@@ -4,7 +4,6 @@ a bound; no secret ever.
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from pilotlight.common.messages.demand import (
     Warm,
     Warming,
 )
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.common.testing import MakeContext, until
 from pilotlight.gateway.admin.gate import WRITES, action_of
 from pilotlight.gateway.admin.testing import (
     ADMIN_KEY,
@@ -32,8 +31,6 @@ from pilotlight.gateway.admin.testing import (
     admin_world,
     checkpoint_files,
     database_away,
-    emptied,
-    settings_in,
     write_folder,
 )
 from pilotlight.gateway.records import audit as audit_module
@@ -44,6 +41,7 @@ from pilotlight.gateway.records.audit import (
     AuditFilter,
     AuditLog,
 )
+from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.policy.ids import InstanceId
 
 pytestmark = pytest.mark.anyio
@@ -51,16 +49,10 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_context: MakeContext, emptied_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[AdminWorld]:
     monkeypatch.setattr(audit_module, "FLUSH_INTERVAL_S", 0.01)
-    emptied(module_database)
-    settings = settings_in(tmp_path, database_settings("gateway").database_url)
-    async with admin_world(make_context("gateway", settings, clock=ManualClock())) as made:
+    async with admin_world(make_context("gateway", emptied_settings, clock=ManualClock())) as made:
         yield made
 
 

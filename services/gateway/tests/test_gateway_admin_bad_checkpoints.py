@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL
 
 from pilotlight.checkpoint.testing import frame_header, tiny_config, tiny_files
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.testing import (
     VOCAB_SIZE,
     AdminWorld,
-    admin_world,
     checkpoint_files,
-    emptied,
     nothing_is_registered,
     refused,
-    settings_in,
     write_folder,
 )
 
@@ -34,18 +29,9 @@ Files = dict[str, bytes]
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
-        await nothing_is_registered(made)
+async def world(fresh_admin: AdminWorld) -> AsyncIterator[AdminWorld]:
+    yield fresh_admin
+    await nothing_is_registered(fresh_admin)
 
 
 def without(name: str) -> Callable[[Files], None]:

@@ -5,22 +5,16 @@ status, saying what to do, and leaving nothing behind.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL
 
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.testing import (
     SLO,
     AdminWorld,
-    admin_world,
     checkpoint_files,
-    emptied,
     nothing_is_registered,
     refused,
-    settings_in,
     write_folder,
 )
 from pilotlight.gateway.models.schemas import MAX_NAME_CHARS
@@ -29,18 +23,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
-        await nothing_is_registered(made)
+async def world(fresh_admin: AdminWorld) -> AsyncIterator[AdminWorld]:
+    yield fresh_admin
+    await nothing_is_registered(fresh_admin)
 
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [

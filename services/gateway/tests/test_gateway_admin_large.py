@@ -3,9 +3,7 @@ loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from time import thread_time
 from typing import Any
 
@@ -14,9 +12,8 @@ from sqlalchemy import URL, create_engine, insert, text
 from sqlalchemy.pool import NullPool
 
 from pilotlight.common.db import tables
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.common.waiting import every
-from pilotlight.gateway.admin.testing import AdminWorld, admin_world, emptied, settings_in
+from pilotlight.gateway.admin.testing import AdminWorld
 from pilotlight.gateway.records.display import MAX_BYTES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -26,17 +23,8 @@ NOW = datetime.now(UTC)
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
+def world(fresh_admin: AdminWorld) -> AdminWorld:
+    return fresh_admin
 
 
 @pytest.fixture

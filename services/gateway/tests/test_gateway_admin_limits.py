@@ -5,19 +5,18 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, insert, text
+from sqlalchemy import insert, text
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.errors import Unauthorized
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.testing import MakeContext
 from pilotlight.common.waiting import pause
 from pilotlight.gateway import auth
-from pilotlight.gateway.admin.testing import AdminWorld, admin_world, emptied, refused, settings_in
+from pilotlight.gateway.admin.testing import AdminWorld, admin_world, refused
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.limits.budgets import SETTLED, BudgetBook
 from pilotlight.gateway.settings import GatewaySettings
@@ -38,20 +37,12 @@ LIMITS = {
 
 
 @pytest.fixture
-def settings(
-    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
-) -> GatewaySettings:
-    emptied(module_database)
-    return settings_in(tmp_path, database_settings("gateway").database_url)
-
-
-@pytest.fixture
 async def world(
-    make_context: MakeContext, settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
+    make_context: MakeContext, emptied_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[AdminWorld]:
     """A gateway that remembers keys for longer than any test waits."""
     monkeypatch.setattr(auth, "CACHE_S", 10 * WAIT_S)
-    async with admin_world(make_context("gateway", settings)) as made:
+    async with admin_world(make_context("gateway", emptied_settings)) as made:
         async with made.database.unit_of_work() as work:
             for statement in (
                 "DELETE FROM gateway.projects WHERE name <> 'default/default'",
@@ -73,11 +64,11 @@ async def telling(world: AdminWorld) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def another_gateway(
-    world: AdminWorld, settings: GatewaySettings
+    world: AdminWorld, emptied_settings: GatewaySettings
 ) -> AsyncGenerator[Authenticator]:
     """What another gateway of the installation knows of keys."""
     clock = world.context.clock
-    other = Authenticator(world.database, settings, settings, clock)
+    other = Authenticator(world.database, emptied_settings, emptied_settings, clock)
     follower = KeyFollower(world.context, KeyRepository(world.database, clock), other)
     await follower.start()
     yield other
@@ -108,27 +99,29 @@ async def until_refused_s(world: AdminWorld, other: Authenticator) -> float:
 
 
 async def test_a_revoked_key_is_refused_elsewhere_within_a_second(
-    world: AdminWorld, settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
+    world: AdminWorld, emptied_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "LOOK_S", 10 * WAIT_S)
-    async with telling(world), another_gateway(world, settings) as other:
+    async with telling(world), another_gateway(world, emptied_settings) as other:
         took_s = [await until_refused_s(world, other) for _ in range(5)]
     # The middle one: a busy machine may hold one of them up.
     assert statistics.median(took_s) < 1.0, took_s
 
 
 async def test_and_also_where_no_event_tells_of_it(
-    world: AdminWorld, settings: GatewaySettings
+    world: AdminWorld, emptied_settings: GatewaySettings
 ) -> None:
-    async with another_gateway(world, settings) as other:
+    async with another_gateway(world, emptied_settings) as other:
         took_s = [await until_refused_s(world, other) for _ in range(5)]
     assert statistics.median(took_s) < 1.0, took_s
 
 
-async def test_limits_are_followed_elsewhere(world: AdminWorld, settings: GatewaySettings) -> None:
+async def test_limits_are_followed_elsewhere(
+    world: AdminWorld, emptied_settings: GatewaySettings
+) -> None:
     made = await make(world)
     headers = {"authorization": f"Bearer {made['key']}"}
-    async with telling(world), another_gateway(world, settings) as other:
+    async with telling(world), another_gateway(world, emptied_settings) as other:
         assert (await other.require(headers, "inference")).tenant.key_limits == NO_LIMITS
         answer = await world.http.put(f"/keys/{made['key_id']}/limits", json=LIMITS)
         assert (answer.status_code, answer.json()["limits"]) == (200, LIMITS)

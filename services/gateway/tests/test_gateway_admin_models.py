@@ -1,7 +1,6 @@
 """Models over the admin API: registered, listed, changed, warmed, evicted, deleted."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -39,17 +38,8 @@ EMBER = Path(__file__).parents[3] / "models" / "ember-7m"
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
+def world(fresh_admin: AdminWorld) -> AdminWorld:
+    return fresh_admin
 
 
 async def test_a_good_folder_is_registered_and_can_be_served_at_once(world: AdminWorld) -> None:

@@ -45,19 +45,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        await made.fleet.start()
-        yield made
-        await made.fleet.stop()
+async def world(fresh_admin: AdminWorld) -> AsyncIterator[AdminWorld]:
+    await fresh_admin.fleet.start()
+    yield fresh_admin
+    await fresh_admin.fleet.stop()
 
 
 async def report(

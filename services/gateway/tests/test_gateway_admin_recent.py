@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from sqlalchemy.pool import NullPool
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.gateway.admin.testing import AdminWorld, admin_world, emptied, settings_in
+from pilotlight.common.testing import MakeContext
+from pilotlight.gateway.admin.testing import AdminWorld, admin_world
+from pilotlight.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 
@@ -92,15 +92,9 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-    clock: ManualClock,
+    make_context: MakeContext, emptied_settings: GatewaySettings, clock: ManualClock
 ) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    settings = settings_in(tmp_path, database_settings("gateway").database_url)
-    async with admin_world(make_context("gateway", settings, clock=clock)) as made:
+    async with admin_world(make_context("gateway", emptied_settings, clock=clock)) as made:
         yield made
 
 

@@ -4,18 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, insert, select, text
+from sqlalchemy import insert, select, text
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.errors import Forbidden, Unauthorized
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.testing import MakeContext
 from pilotlight.gateway import auth
-from pilotlight.gateway.admin.testing import AdminWorld, admin_world, emptied, refused, settings_in
+from pilotlight.gateway.admin.testing import AdminWorld, admin_world, refused
 from pilotlight.gateway.auth import Authenticator, KeyInfo
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.tenants.following import KeyFollower
@@ -27,20 +26,12 @@ WAIT_S = 30.0
 
 
 @pytest.fixture
-def settings(
-    database_settings: DatabaseSettingsOf, module_database: URL, tmp_path: Path
-) -> GatewaySettings:
-    emptied(module_database)
-    return settings_in(tmp_path, database_settings("gateway").database_url)
-
-
-@pytest.fixture
 async def world(
-    make_context: MakeContext, settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
+    make_context: MakeContext, emptied_settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[AdminWorld]:
     """A gateway that remembers keys for longer than any test waits, and tells of changes."""
     monkeypatch.setattr(auth, "CACHE_S", 10 * WAIT_S)
-    async with admin_world(make_context("gateway", settings)) as made:
+    async with admin_world(make_context("gateway", emptied_settings)) as made:
         async with made.database.unit_of_work() as work:
             await work.connection.execute(
                 text("DELETE FROM gateway.projects WHERE name <> 'default/default'")
@@ -67,11 +58,11 @@ class Another(Authenticator):
 
 @asynccontextmanager
 async def another_gateway(
-    world: AdminWorld, settings: GatewaySettings
+    world: AdminWorld, emptied_settings: GatewaySettings
 ) -> AsyncGenerator[tuple[Authenticator, asyncio.Event]]:
     """What another gateway of the installation knows of keys, and whether it was told anew."""
     clock = world.context.clock
-    other = Another(world.database, settings, settings, clock)
+    other = Another(world.database, emptied_settings, emptied_settings, clock)
     other.told = asyncio.Event()
     follower = KeyFollower(world.context, KeyRepository(world.database, clock), other)
     await follower.start()
@@ -111,11 +102,11 @@ async def test_a_key_is_shown_once_and_stored_hashed(world: AdminWorld) -> None:
 
 
 async def test_a_revoked_key_ends_on_every_gateway_by_an_event(
-    world: AdminWorld, settings: GatewaySettings
+    world: AdminWorld, emptied_settings: GatewaySettings
 ) -> None:
     made = await make(world)
     headers = {"authorization": f"Bearer {made['key']}"}
-    async with another_gateway(world, settings) as (other, told):
+    async with another_gateway(world, emptied_settings) as (other, told):
         await other.require(headers, "inference")
         assert (await world.http.delete(f"/keys/{made['key_id']}")).status_code == 204
         async with asyncio.timeout(WAIT_S):
@@ -159,14 +150,16 @@ async def test_an_expired_key_is_refused(world: AdminWorld) -> None:
         await who(world, made["key"])
 
 
-async def test_a_key_stays_within_its_project(world: AdminWorld, settings: GatewaySettings) -> None:
+async def test_a_key_stays_within_its_project(
+    world: AdminWorld, emptied_settings: GatewaySettings
+) -> None:
     await make_project(world, "acme/search", models=["acme/*"])
     made = await make(world, project="acme/search", models=["acme/a", "other"])
     access = (await who(world, made["key"])).access
     assert access.allows_model("acme/a")
     assert not access.allows_model("other")
     headers = {"authorization": f"Bearer {made['key']}"}
-    async with another_gateway(world, settings) as (other, told):
+    async with another_gateway(world, emptied_settings) as (other, told):
         await other.require(headers, "inference")
         answer = await world.http.patch("/projects/acme/search", json={"models": ["other"]})
         assert (answer.status_code, answer.json()["models"]) == (200, ["other"])

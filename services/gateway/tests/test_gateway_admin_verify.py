@@ -4,10 +4,8 @@ again how far it is.
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from sqlalchemy import URL
 
 from pilotlight.common.errors import NotFound
 from pilotlight.common.messages.reports import LoaderReport, loader_report_subject
@@ -19,13 +17,10 @@ from pilotlight.common.messages.verify import (
     verification_subject,
     verify_subject,
 )
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.common.testing import until
 from pilotlight.gateway.admin.testing import (
     AdminWorld,
-    admin_world,
     checkpoint_files,
-    emptied,
-    settings_in,
     write_folder,
 )
 from pilotlight.policy.ids import Epoch, NodeId
@@ -36,19 +31,10 @@ NODES = tuple(NodeId(f"node-{number}") for number in range(3))
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        await made.fleet.start()
-        yield made
-        await made.fleet.stop()
+async def world(fresh_admin: AdminWorld) -> AsyncIterator[AdminWorld]:
+    await fresh_admin.fleet.start()
+    yield fresh_admin
+    await fresh_admin.fleet.stop()
 
 
 async def report(world: AdminWorld, *node_ids: NodeId, draining: bool = False) -> None:

@@ -2,11 +2,10 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +18,9 @@ from pilotlight.common.db import tables
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.common.messages.tokens import Submit, TokenEntry
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.gateway.admin.testing import (
     AdminWorld,
-    admin_world,
     database_away,
-    emptied,
-    settings_in,
 )
 from pilotlight.gateway.records import start_costs
 from pilotlight.gateway.records.start_costs import StartCosts
@@ -195,17 +190,8 @@ async def test_device_seconds_of_an_attempt_that_was_lost_are_kept(make_world: A
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
+def world(fresh_admin: AdminWorld) -> AdminWorld:
+    return fresh_admin
 
 
 def costs_of(world: AdminWorld, gateway: str) -> StartCosts:

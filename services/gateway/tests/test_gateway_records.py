@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +18,11 @@ from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import ControlPlaneUnavailable, DatabaseUnavailable
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch, SpanRecord
 from pilotlight.common.store import text_key
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.common.testing import until
 from pilotlight.gateway.admin.testing import (
     AdminWorld,
-    admin_world,
     checkpoint_files,
     database_away,
-    emptied,
-    settings_in,
     write_folder,
 )
 from pilotlight.gateway.models.catalog import Catalog
@@ -43,17 +39,8 @@ NOW_S = datetime.now(UTC).timestamp()
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
+def world(fresh_admin: AdminWorld) -> AdminWorld:
+    return fresh_admin
 
 
 # The view of the models.

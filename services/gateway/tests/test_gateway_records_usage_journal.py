@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,13 +14,10 @@ from sqlalchemy import URL, select
 from structlog.testing import capture_logs
 
 from pilotlight.common.db import tables
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
+from pilotlight.common.testing import until
 from pilotlight.gateway.admin.testing import (
     AdminWorld,
-    admin_world,
     database_away,
-    emptied,
-    settings_in,
 )
 from pilotlight.gateway.records import usage as usage_module
 from pilotlight.gateway.records import usage_journal
@@ -184,17 +180,8 @@ def test_what_is_no_journal_has_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    async with admin_world(
-        make_context("gateway", settings_in(tmp_path, database_settings("gateway").database_url))
-    ) as made:
-        yield made
+def world(fresh_admin: AdminWorld) -> AdminWorld:
+    return fresh_admin
 
 
 @pytest.fixture

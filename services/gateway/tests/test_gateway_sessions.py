@@ -1,27 +1,25 @@
 """Sessions: what a cookie proves, for how long, and what it does not let other sites do."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import URL, func, update
+from sqlalchemy import func, update
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.errors import Forbidden, Unauthorized
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.testing import MakeContext
 from pilotlight.gateway.admin.testing import (
     ADMIN_KEY,
     API_KEY,
     AdminWorld,
     admin_world,
-    emptied,
-    settings_in,
 )
 from pilotlight.gateway.auth import CACHE_S
 from pilotlight.gateway.sessions import COOKIE, CSRF_HEADER, SESSION_S, Sessions, cookie_of
+from pilotlight.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.anyio
 
@@ -33,15 +31,9 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-    clock: ManualClock,
+    make_context: MakeContext, emptied_settings: GatewaySettings, clock: ManualClock
 ) -> AsyncIterator[AdminWorld]:
-    emptied(module_database)
-    settings = settings_in(tmp_path, database_settings("gateway").database_url)
-    async with admin_world(make_context("gateway", settings, clock=clock)) as made:
+    async with admin_world(make_context("gateway", emptied_settings, clock=clock)) as made:
         yield made
 
 

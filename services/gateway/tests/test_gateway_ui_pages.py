@@ -12,17 +12,16 @@ from sqlalchemy import URL, insert
 from starlette.routing import Mount, Route
 
 from pilotlight.common.db import tables
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
+from pilotlight.common.testing import MakeContext
 from pilotlight.gateway.admin.testing import (
     ADMIN_KEY,
     API_KEY,
     checkpoint_files,
     database_away,
-    emptied,
-    settings_in,
     write_folder,
 )
 from pilotlight.gateway.sessions import COOKIE, CSRF_HEADER
+from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.ui.door import OPEN_PATHS
 from pilotlight.gateway.ui.templating import FOLDER
 from pilotlight.gateway.ui.testing import UiWorld, ui_world
@@ -36,14 +35,9 @@ VENDOR = FOLDER / "static" / "vendor"
 
 @pytest.fixture
 async def world(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
+    make_context: MakeContext, emptied_settings: GatewaySettings
 ) -> AsyncIterator[UiWorld]:
-    emptied(module_database)
-    settings = settings_in(tmp_path, database_settings("gateway").database_url)
-    async with ui_world(make_context("gateway", settings)) as made:
+    async with ui_world(make_context("gateway", emptied_settings)) as made:
         yield made
 
 
