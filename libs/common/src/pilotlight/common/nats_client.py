@@ -147,8 +147,8 @@ class KeptClient(Client):
     def _publish_soon(
         self, subject: str, payload: bytes, reply: str, headers: dict[str, Any] | None
     ) -> bool:
-        """Have a message written in the next turn of the loop; False where it has to go the longer way: for that it must wait, or be
-        refused.
+        """Have a message written in the next turn of the loop; False where it has to go the longer
+        way: for that it must wait, or be refused.
         """
         connection = self._transport
         if (
