@@ -7,26 +7,26 @@ command that runs its schedule again; ``PILOTLIGHT_CHAOS_LOG=1`` adds a line for
 """
 
 import asyncio
-import logging
 import os
 import random
 import secrets
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
+from chaos_tally import Tally
 from faulty_clients import Result, asks_of, run
 from faulty_system import HOLD_TIMEOUT_S, MODELS, WORKERS, FaultySystem
+from kept_log import kept, recent
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.pool import NullPool
 from system_parts import Surroundings
+from system_standing import standing_of
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db.session import service_url
@@ -63,55 +63,6 @@ SLOW_S = 45.0
 it fails."""
 EMPTY_DEADLINE_S = 90.0
 """For the system to have let go of everything: beyond the lease of a grant."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What all schedules came to."""
-
-    schedules: int = 0
-    requests: int = 0
-    left: int = 0
-    errors: Counter[str] = field(default_factory=Counter[str])
-    lost: int = 0
-    wrong: int = 0
-    seen: Counter[str] = field(default_factory=lambda: Counter(tried_again=0, resumed=0, resends=0))
-    """What gateways had to do for it."""
-    faults: Counter[str] = field(default_factory=Counter[str])
-    failures: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-
-    def counts(self) -> dict[str, int]:
-        """For the line that sums up a run of the chaos tests."""
-        return {
-            "schedules": self.schedules,
-            "requests": self.requests,
-            "lost": self.lost,
-            "wrong_tokens": self.wrong,
-            **self.seen,
-        }
-
-    def line(self) -> str:
-        """For people."""
-        faults = ", ".join(f"{count} {name}" for name, count in sorted(self.faults.items()))
-        errors = (
-            ", ".join(f"{count} {code}" for code, count in sorted(self.errors.items())) or "none"
-        )
-        seen = ", ".join(f"{count} {name}" for name, count in sorted(self.seen.items()))
-        return (
-            f"chaos schedules: {self.schedules} run, {self.schedules - len(self.failures)} passed; {self.requests} requests, "
-            f"{self.lost} lost, {self.wrong} wrong tokens, {self.left} left by their clients; errors: {errors}; "
-            f"faults: {faults}; {seen}"
-        )
-
-    def failed(self) -> str:
-        """What went wrong, and how to see it again."""
-        lines = [self.line()]
-        for seed, problems in sorted(self.failures.items()):
-            lines.append(
-                f"PILOTLIGHT_CHAOS_SEEDS={seed} PILOTLIGHT_CHAOS_LOG=all python -m pytest {Path(__file__)} -s"
-            )
-            lines += [f"    {problem}" for problem in problems]
-        return "\n".join(lines)
 
 
 def shards() -> list[object]:
@@ -226,7 +177,7 @@ async def go_through(system: FaultySystem, model_text: ModelText, seed: int, tal
     ]
     event = await befall(system, rng)
     done, late = await asyncio.wait(running, timeout=SLOW_S)
-    standing = [*system.standing(), *_recent_log()] if late else []
+    standing = [*standing_of(system), *recent()] if late else []
     if late:
         done, late = await asyncio.wait(running, timeout=REQUEST_DEADLINE_S - SLOW_S)
     system.schedule.calm()
@@ -314,37 +265,14 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
     return "asyncio", {"use_uvloop": True}
 
 
-RECENT = deque[Mapping[str, Any]](maxlen=2000)
-"""The last lines of the log of all systems, for schedules that stand still."""
-
-
-def _keep(_logger: object, _method: str, line: Mapping[str, Any]) -> Any:
-    RECENT.append(line)
-    raise structlog.DropEvent
-
-
-def _recent_log() -> list[str]:
-    """Of the system that asks."""
-    ours = structlog.contextvars.get_contextvars()
-    return [str(line) for line in RECENT if line.get("system") == ours.get("system")]
-
-
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """To print the log costs more than what is tested; of thousands of faults each has its line."""
-    before = structlog.get_config()
-    RECENT.clear()
-    if os.environ.get("PILOTLIGHT_CHAOS_LOG") != "all":
-        structlog.configure(
-            processors=[
-                structlog.contextvars.merge_contextvars,
-                structlog.processors.TimeStamper(),
-                _keep,
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        )
-    yield
-    structlog.configure(**before)
+    if os.environ.get("PILOTLIGHT_CHAOS_LOG") == "all":
+        yield
+    else:
+        with kept():
+            yield
 
 
 @contextmanager
@@ -425,5 +353,5 @@ async def test_schedules(
     record_property("chaos", tally.counts())
     print(tally.line())
     if tally.failures:
-        pytest.fail(tally.failed(), pytrace=False)
+        pytest.fail(tally.failed(__file__), pytrace=False)
     assert (tally.schedules, tally.lost, tally.wrong) == (len(seeds), 0, 0)
