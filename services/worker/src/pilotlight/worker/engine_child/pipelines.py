@@ -220,6 +220,9 @@ class Pipelines:
             if self._engine.serves(instance_id):
                 self._open(instance_id)
         for grown in result.grown:
+            # First: a worker that hears of the longer range has requests for it at once.
+            if self._engine.serves(grown.instance_id):
+                self._open(grown.instance_id)
             self._send(
                 StageGrown(
                     instance_id=grown.instance_id,
@@ -228,8 +231,6 @@ class Pipelines:
                     phases=self._loads.grown(grown.instance_id),
                 )
             )
-            if self._engine.serves(grown.instance_id):
-                self._open(grown.instance_id)
 
     def _open(self, instance_id: InstanceId) -> None:
         capacity_tokens = self._engine.kv_capacity_tokens(instance_id)
