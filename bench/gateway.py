@@ -2,7 +2,8 @@
 
 Everything is real but the engine: NATS, PostgreSQL, scheduler, cache, loader and gateway as
 processes, a worker that answers with tokens that are no computation, clients in a process of their
-own over real sockets, with authentication, metrics and a hundredth of the traces. ``--parts``
+own over real sockets, with authentication, limits of the key and of its project, metrics and a
+hundredth of the traces. ``--parts``
 chooses:
 
 * ``ours``: whole answers and streams of 32 tokens at 1, 16, 64 and 256 concurrent;
@@ -194,7 +195,7 @@ class Bench:
                     name = f"{kind} at {concurrency}"
                     say(f"{name}: {row['per_s']}/s, {row['cpu_ms_each']}, {row['errors']} errors")
                     found.setdefault(name, []).append(row)
-        return {name: median(rows) for name, rows in found.items()}
+        return {name: median(rows) | {"rounds": rows} for name, rows in found.items()}
 
     def _paced(self, work: Path) -> dict[str, Row]:
         """What the way adds to streams of an engine with a steady step."""

@@ -19,6 +19,12 @@ from served_gpu_servers import ROOT, call, free_port, own_variables, running
 HERE = Path(__file__).resolve().parent
 DEMO = ROOT / "models" / "ember-7m"
 TRACE_SHARE = 0.01
+LIMITS = {
+    "requests_per_minute": 10**7,
+    "tokens_per_minute": 10**9,
+    "concurrent_requests": 10**6,
+    "tokens_per_month": 10**12,
+}
 TIMELESS = {
     "PILOTLIGHT_SIM_LOAD_BYTES_PER_S": "1e12",
     "PILOTLIGHT_SIM_PREFILL_TOKENS_PER_S": "1e12",
@@ -83,7 +89,6 @@ def ours(
 
     with running(command, environment, log, is_up) as (pid, _):
         admin = (home / "admin.key").read_text().strip()
-        headers = {"authorization": f"Bearer {(home / 'api.key').read_text().strip()}"}
         body = {
             "name": "m",
             "uri": model.as_uri(),
@@ -93,7 +98,21 @@ def ours(
         status, told = call(port, "POST", "/admin/v1/models", admin, body)
         if status >= 400:
             raise SystemExit(f"the model cannot be registered: {told}")
+        headers = {"authorization": f"Bearer {limited_key(port, admin)}"}
         yield Server(pid, port, "m", headers)
+
+
+def limited_key(port: int, admin: str) -> str:
+    """A key with limits of every kind, as its project has, that no load here reaches."""
+    project = "default/default"
+    status, made = call(port, "POST", "/admin/v1/keys", admin, {"label": "bench"})
+    if status >= 400:
+        raise SystemExit(f"no key can be made: {made}")
+    for path in (f"projects/{project}", f"keys/{made['key_id']}"):
+        status, told = call(port, "PUT", f"/admin/v1/{path}/limits", admin, LIMITS)
+        if status >= 400:
+            raise SystemExit(f"{path} cannot be limited: {told}")
+    return made["key"]
 
 
 @contextlib.contextmanager
