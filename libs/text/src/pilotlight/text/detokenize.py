@@ -56,6 +56,8 @@ class Detokenizer:
             token_ids = self._tokenizer.shown(token_ids, self._kept)
         pieces: list[str] = []
         for start in range(0, len(token_ids), AT_ONCE_TOKENS):
+            # Not when they have come: an output that has ended needs no shorter window.
+            self._cut()
             self._window += token_ids[start : start + AT_ONCE_TOKENS]
             pieces.append(self._advanced())
         return "".join(pieces)
@@ -74,7 +76,9 @@ class Detokenizer:
         self._whole = False
         if self._tokenizer.is_byte(token_id):
             return ""
-        return self._advanced()
+        new = self._advanced()
+        self._cut()
+        return new
 
     def _is_shown(self, token_id: int) -> bool:
         return self._tokenizer.is_visible(token_id) or token_id in self._kept
@@ -86,12 +90,15 @@ class Detokenizer:
         new = text[self._given_chars : stable_chars]
         self._given_chars = max(self._given_chars, stable_chars)
         self._whole = self._given_chars >= len(text)
+        return new
+
+    def _cut(self) -> None:
+        """Keep the window short, where nothing of it is held back but a character's beginning."""
         if len(self._window) > WINDOW_TOKENS:
             del self._window[:-KEPT_TOKENS]
             # The shorter window may decode otherwise at its beginning, but it ends alike: what is
             # given out ends where it did.
             self._given_chars = _stable_chars(self._decoded())
-        return new
 
     def _decoded(self) -> str:
         # Special tokens that are not kept never come into the window.

@@ -1,7 +1,8 @@
 """An answer while it comes: tokens to text, stop strings, what is billed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, ToldPrompt, told_prompt
 from pilotlight.gateway.openai.reasoning import NO_REASONING, ReasoningUse
@@ -14,12 +15,11 @@ from pilotlight.text.stream import OutputText
 from pilotlight.text.tools.parser import CallPiece, merged_pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What some tokens added to an answer."""
 
     text: str
-    tokens: list[ShownToken] = field(default_factory=list[ShownToken])
+    tokens: list[ShownToken] = msgspec.field(default_factory=list[ShownToken])
     calls: tuple[CallPiece, ...] = ()
     """What was added to calls of tools, at most once for each."""
     reasoning: str = ""
@@ -140,7 +140,7 @@ class Answer:
                 last = self._reasoning.finish()
                 reasoning, text = reasoning + last.reasoning, text + last.content
         delta = self._parsed(text, shown)
-        return replace(delta, reasoning=reasoning) if reasoning else delta
+        return msgspec.structs.replace(delta, reasoning=reasoning) if reasoning else delta
 
     def _parsed(self, text: str, shown: list[ShownToken]) -> Delta:
         """What follows the reasoning, apart into content and calls."""

@@ -58,8 +58,7 @@ BUSY_RETRY_AFTER_S = 1.0
 B = TypeVar("B", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(msgspec.Struct, frozen=True):
     asker: Asker
     entry: CatalogEntry
     body: ChatRequest | CompletionRequest
@@ -70,8 +69,7 @@ class _Asked:
     """What is said of each prompt; of none, where it is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversed:
+class Conversed(msgspec.Struct, frozen=True):
     """A conversation, or prompts, about to be answered."""
 
     exchange: Exchange
@@ -338,6 +336,7 @@ class OpenAiApi:
             len(prompt_ids),
             entry.text.eos_token_ids,
             self._rng,
+            options,
             asked.tools,
         )
         first = TokenRequest(
@@ -359,7 +358,7 @@ class OpenAiApi:
             index = first_index + number
             request = first
             if index:
-                request = replace(
+                request = msgspec.structs.replace(
                     first,
                     request_id=RequestId(f"{asked.asker.request_id}-{index}"),
                     sampling=replace(sampling, seed=seed_of_choice(sampling.seed, number)),

@@ -1,8 +1,9 @@
 """Whose request it is, and what the request itself says of how it is to be answered."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pilotlight.gateway.auth import KeyInfo
 from pilotlight.gateway.serving.starts import ColdStart
@@ -22,8 +23,7 @@ class Keys(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
+class Asker(msgspec.Struct, frozen=True, kw_only=True):
     """Whose request it is, which it is, and what its headers ask for."""
 
     request_id: RequestId

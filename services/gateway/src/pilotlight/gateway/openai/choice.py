@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from pilotlight.common.clock import Clock
 from pilotlight.gateway.limits.limiter import Limiter
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
@@ -27,8 +29,7 @@ class ExchangeParts:
     clock: Clock
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What became of a choice; with the last one, why it ended."""
 
     index: int
@@ -82,7 +83,7 @@ class Choice:
         """Device-seconds that it had, up to its last token."""
         self._parts = parts
         self.exchange: Metered | None = None
-        """While it runs."""
+        """While it runs, if its client gets it as it comes."""
         self._taker: PieceTaker | None = None
         """Of what happens to it, while it runs."""
 

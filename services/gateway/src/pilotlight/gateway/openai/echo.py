@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from pilotlight.common.errors import BadRequest
 from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.gateway.openai.shown import ShownToken, shown_token
@@ -31,8 +33,7 @@ class PromptTelling:
 NOTHING_TOLD = PromptTelling(prompt_ids=())
 
 
-@dataclass(frozen=True, slots=True)
-class ToldPrompt:
+class ToldPrompt(msgspec.Struct, frozen=True, gc=False):
     """What a choice says of its prompt."""
 
     text: str

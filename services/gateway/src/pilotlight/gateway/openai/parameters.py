@@ -6,7 +6,8 @@ Everything that cannot be honoured is refused, by the field's name.
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pilotlight.common.errors import BadRequest, ContextTooLong
 from pilotlight.gateway.openai.echo import wanted_of
@@ -22,8 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a request asks for beside its tokens: how the answer is to look."""
 
     stream: bool
@@ -102,6 +102,7 @@ def sampling_of(
     prompt_tokens: int,
     eos_token_ids: Sequence[int],
     rng: random.Random,
+    options: Options,
     tools: ToolUse = NO_TOOLS,
 ) -> Sampling:
     """How the request's tokens are sampled.
@@ -114,13 +115,13 @@ def sampling_of(
         prompt_tokens: the prompt's length.
         eos_token_ids: the tokens that end an answer, unless the client ignores them.
         rng: gives a seed where the client gave none.
+        options: how the answer is to look.
         tools: what the grammar of tool calls asks of sampling.
 
     Raises:
         ContextTooLong: prompt and wanted output are longer than the model's context.
         BadRequest: a token id is not the model's, or what is asked for contradicts itself.
     """
-    options = options_of(request)
     max_tokens = _room(request, model, prompt_tokens)
     if (request.min_tokens or 0) > max_tokens:
         raise BadRequest(

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pilotlight.gateway.openai.answer import Delta
 from pilotlight.gateway.schema.replies import PlacedToken, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(msgspec.Struct, frozen=True, gc=False):
     """A choice in one piece."""
 
     index: int

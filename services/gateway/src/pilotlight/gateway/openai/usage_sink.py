@@ -11,7 +11,8 @@ class UsageSink(Protocol):
     def meter(
         self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, streamed: bool
     ) -> Meter | None:
-        """What outlives this process of a request that has its first token; None: nothing does.
+        """What outlives this process of a stream that has its first token, or of a request that has
+        ended; None: nothing does.
 
         Args:
             model: its name.

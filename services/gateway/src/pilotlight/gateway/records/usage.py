@@ -8,7 +8,6 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +61,7 @@ def _insert() -> Insert:
     """One statement for all rows, which go there as one document: a statement for each, or arrays
     of each column, cost more than everything else that is done for a request's record.
     """
-    columns = [tables.usage.c[each.name] for each in fields(UsageRow)]
+    columns = [tables.usage.c[name] for name in UsageRow.__struct_fields__]
     given = func.json_to_recordset(bindparam("rows", type_=JSON))
     rows = given.table_valued(*(column(each.name, each.type) for each in columns))
     return insert(tables.usage).from_select(columns, select(rows.render_derived(with_types=True)))
@@ -151,7 +150,8 @@ class UsageRecorder:
                     task.cancel()
             await cancel_all(self._tasks)
             self._tasks = ()
-        await self._flush()
+        while await self._flush() and self._rows:
+            pass
         journal, self._journal = self._journal, None
         if journal is not None:
             # What could not be written is the next gateway's.
@@ -206,10 +206,18 @@ class UsageRecorder:
             await pause(FLUSH_INTERVAL_S)
             await self._flush()
 
-    async def _flush(self) -> None:
+    async def _flush(self) -> bool:
+        """Write what is there now; False: the database does not take it.
+
+        What comes meanwhile waits for the next time: a busy gateway would otherwise write all the
+        time, a few rows with each transaction.
+        """
         async with self._writing:
-            while self._rows:
-                batch = [self._rows.popleft() for _ in range(min(len(self._rows), MAX_BATCH_ROWS))]
+            left = len(self._rows)
+            while left and self._rows:
+                size = min(left, len(self._rows), MAX_BATCH_ROWS)
+                left -= size
+                batch = [self._rows.popleft() for _ in range(size)]
                 rows = [noted.row for noted in batch]
                 try:
                     await self._repository.add(rows, writer=self._writer, in_doubt=self._in_doubt)
@@ -224,12 +232,13 @@ class UsageRecorder:
                         rows=len(self._rows),
                         error=error.message,
                     )
-                    return
+                    return False
                 for noted in batch:
                     _written(noted)
             if self._dropped:
                 log.error("usage rows were lost", action="usage_dropped", rows=self._dropped)
                 self._dropped = 0
+        return True
 
     def _keep_within_bound(self) -> None:
         while len(self._rows) > MAX_BUFFERED_ROWS:

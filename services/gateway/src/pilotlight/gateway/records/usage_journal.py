@@ -7,8 +7,8 @@ leaves behind is found by the next one with this folder (``left_behind``)::
     file    [head | slot 0 | slot 1 | ...]
     slot    state, streamed, lengths | when, prompt, output | request id, key id, model | device | status
 
-A slot is used from the first token of a request until its row is in the database. Its state is
-written last, so that a slot never says what is not there yet.
+A slot is used from the first token of a stream, or from the end of any other request, until its row
+is in the database. Its state is written last, so that a slot never says what is not there yet.
 """
 
 import fcntl
@@ -17,7 +17,6 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -50,10 +49,10 @@ _DEVICE = struct.Struct("<Q")
 _DEVICE_AT = _STATUS_AT - _DEVICE.size
 _FREE, _RUNNING, _ENDED = 0, 1, 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One finished request."""
 
     at: datetime
@@ -133,7 +132,8 @@ class UsageJournal:
         prompt_tokens: int,
         streamed: bool,
     ) -> Meter | None:
-        """A slot for a request that has its first token; None where there is no room.
+        """A slot for a stream that has its first token, or for a request that has ended; None where
+        there is no room.
 
         Args:
             at: the moment.
@@ -276,4 +276,4 @@ def _row(slot: bytes) -> UsageRow | None:
 
 
 def _microseconds(at: datetime) -> int:
-    return (at - _EPOCH) // timedelta(microseconds=1)
+    return (at - _EPOCH) // _MICROSECOND

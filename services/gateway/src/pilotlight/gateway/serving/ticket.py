@@ -1,6 +1,6 @@
 """What the queue must know of a request that waits."""
 
-from dataclasses import dataclass, field
+import msgspec
 
 from pilotlight.gateway.serving.route import Siblings
 from pilotlight.gateway.serving.starts import ColdStart
@@ -8,8 +8,7 @@ from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import Digest, ModelName
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What the queue must know of a request."""
 
     model: ModelName
@@ -22,7 +21,7 @@ class Ticket:
     """When it began to wait: its arrival, or when what had served it could do so no longer."""
     deadline_s: float
     trace_parent: str = ""
-    siblings: Siblings = field(default_factory=Siblings)
+    siblings: Siblings = msgspec.field(default_factory=Siblings)
     cold_start: ColdStart = ColdStart.ALLOW
     share: FairShare = NO_TENANT
     """Of its project."""

@@ -3,7 +3,8 @@
 import math
 from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.serving.route import Siblings
@@ -15,8 +16,7 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.request import FinishReason, Sampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRequest:
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One answer that is wanted."""
 
     request_id: RequestId
@@ -29,7 +29,7 @@ class TokenRequest:
     shorten: bool = False
     """The client named no limit: ``sampling.max_tokens`` may be cut to what an instance's KV has
     room for."""
-    siblings: Siblings = field(default_factory=Siblings)
+    siblings: Siblings = msgspec.field(default_factory=Siblings)
     cold_start: ColdStart = ColdStart.ALLOW
     deadline_s: float = math.inf
     """When it must have ended, on this gateway's clock."""
@@ -39,8 +39,7 @@ class TokenRequest:
     """Of the API key that pays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """No tokens yet: how many are ahead, and how far the model's start has come."""
 
     ahead: int
@@ -49,8 +48,7 @@ class Held:
     elapsed_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, gc=False):
     """Output tokens, in order, each once."""
 
     tokens: list[Token]
@@ -60,8 +58,7 @@ class Tokens:
     """Device-seconds of the request so far, all attempts together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """The engine ended it: ``stop`` or ``length``."""
 
     finish: FinishReason

@@ -4,7 +4,6 @@ reply to each job.
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,13 +35,12 @@ class Describe(msgspec.Struct, tag="describe", frozen=True, kw_only=True):
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """What a chat template is given. It goes to a text helper as it is."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] | None
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    variables: Mapping[str, Any] = {}
     """More of what the template may know, as the client says."""
     add_generation_prompt: bool = True
     """The prompt ends with the beginning of the assistant's answer."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 
 from pilotlight.common.errors import QueueFull
@@ -54,8 +55,7 @@ class PoolBounds:
     """Of all jobs that wait, and of the bundles that they bring, each once."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(msgspec.Struct, frozen=True):
     """A job at work."""
 
     job: TextJob

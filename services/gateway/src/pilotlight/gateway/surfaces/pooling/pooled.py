@@ -4,8 +4,9 @@ import asyncio
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import msgspec
 from starlette.types import Scope
 
 from pilotlight.common.errors import InternalError, PilotlightError, QueueFull
@@ -164,7 +165,7 @@ class PooledExchange:
             deadline_s=asker.arrived_s + timeout_s,
         )
         named = RequestId(f"{asker.request_id}-{place}")
-        request = replace(first, request_id=named) if place else first
+        request = msgspec.structs.replace(first, request_id=named) if place else first
 
         async def listen(update: Update) -> bool:
             return self._take(run, place, update)
