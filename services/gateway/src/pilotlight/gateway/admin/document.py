@@ -219,6 +219,10 @@ STREAMS = frozenset({"/stream"})
 """Routes that answer with server-sent events: what is told of them is the data of one event."""
 
 
+TABLES = frozenset({"/usage"})
+"""Routes that answer as CSV, too."""
+
+
 class DocumentedApp(FastAPI):
     """FastAPI, with the replies above in its document.
 
@@ -263,6 +267,8 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
                 if kind is None
                 else {"description": (kind.__doc__ or ""), **body(kind, _media(path))}
             )
+            if path in TABLES:
+                done["content"]["text/csv"] = {"schema": {"type": "string"}}
             operation["responses"] = {
                 status: done,
                 "default": {"description": "An error.", **body(Failure)},
