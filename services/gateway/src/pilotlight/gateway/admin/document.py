@@ -167,7 +167,7 @@ Projects = _of("Projects", "Every project.", projects=list[ProjectReply])
 KeyReply = _of("Key", "A key, but for the key itself.", ShownKey, limits=LimitsReply)
 Keys = _of("Keys", "Keys, the newest first.", keys=list[KeyReply])
 NewKeyReply = _of(
-    "NewKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
+    "MadeKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
 )
 UsageRows = _of(
     "Usage", "Requests, tokens and device-seconds by day, key and model.", usage=list[DayUsage]
@@ -253,6 +253,9 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         for name, schema in document["components"]["schemas"].items()
         if "ValidationError" not in name
     }
+    # A reply must not take the name of a body: its schema would stand for both. Enumerations may.
+    clashing = [name for name in taken.keys() & components if "properties" in taken[name]]
+    assert not clashing, clashing
     document["components"]["schemas"] = taken | components
 
     def body(kind: type[msgspec.Struct], media: str = "application/json") -> dict[str, Any]:
@@ -262,7 +265,7 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in operations.items():
             status = next(code for code in operation["responses"] if code.startswith("2"))
             kind = REPLIES[method, path]
-            done = (
+            done: dict[str, Any] = (
                 {"description": "Done."}
                 if kind is None
                 else {"description": (kind.__doc__ or ""), **body(kind, _media(path))}
