@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from embedded_system import RunningSystem, eventually
 
@@ -20,6 +21,8 @@ PAGES = {
     "audit": "/events",
     "evictions": "/events?kind=evictions",
     "decisions": "/events?kind=decisions",
+    "keys": "/keys",
+    "usage": "/usage",
     "playground": "/playground",
 }
 PICTURES = os.environ.get("PILOTLIGHT_UI_PICTURES")
@@ -147,6 +150,50 @@ async def test_a_refused_registration_says_why(system: RunningSystem, open_tab: 
     assert "root" in await alert.inner_text()
     # The browser names each answer of 400 and above on the console.
     tab.wrong = [one for one in tab.wrong if "status of 422" not in one]
+
+
+async def test_a_key_is_made_used_billed_and_revoked(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    page.on("dialog", lambda dialog: dialog.accept())
+    await tab.sign_in(system.key("admin"))
+    await page.click("nav >> text=Keys")
+    await page.click("#make-open")
+    await page.fill("#k-label", "browser")
+    await page.fill("#k-models", f"{MODEL}, other*")
+    await page.click("#make button[type=submit]")
+    await page.wait_for_selector("#made[open]")
+    key = await page.input_value("#made-key")
+    await page.click("#made [data-close]")
+    assert await page.input_value("#made-key") == ""
+    row = page.locator("#keys-part tr", has_text="browser")
+    await row.wait_for()
+    assert "other*" in await row.inner_text()
+    body = {"model": MODEL, "prompt": "A pilot light", "max_tokens": 4, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {key}"}
+    url = f"{system.url}/v1/completions"
+    asked = httpx2.post(url, json=body, headers=headers, timeout=60)
+    assert asked.status_code == 200, asked.text
+    with system.admin() as http:
+        eventually(lambda: "browser" in http.get("/usage?format=csv").text, 20)
+    await row.get_by_text("Usage").click()
+    await page.wait_for_selector("#usage-part td:has-text('browser')")
+    # A filter is followed without a new page.
+    await page.evaluate("() => { window.stayed = true; }")
+    await page.fill("#u-model", "none")
+    await page.press("#u-model", "Enter")
+    await page.wait_for_selector("#usage-part .empty")
+    await page.fill("#u-model", "")
+    await page.press("#u-model", "Enter")
+    await page.wait_for_selector("#usage-part td:has-text('browser')")
+    assert await page.evaluate("() => window.stayed")
+    async with page.expect_download() as download:
+        await page.click("text=CSV")
+    assert "browser" in (await (await download.value).path()).read_text()
+    await tab.open("/keys")
+    await row.get_by_role("button", name="Revoke").click()
+    await row.wait_for(state="detached")
+    eventually(lambda: httpx2.post(url, json=body, headers=headers).status_code == 401, 10)
 
 
 async def test_a_session_that_ended_leads_to_the_form(system: RunningSystem, open_tab: Any) -> None:

@@ -158,6 +158,7 @@ BAD_PATHS = [
         "/models/a%00b", "/models/%ff", "/models/a%20b", "/models/", "/models/" + "x" * 300,
         "/traces/abc", "/traces/%00", f"/traces/{'g' * 32}", f"/traces/{'A' * 32}",
         "/instances?limit=0", "/instances?limit=1001", "/instances?limit=x", "/instances?limit=", "/decisions?limit=-1",
+        "/audit?until=0.5", "/audit?since=1700000000", "/usage?since=1e9", "/usage?until=2026-01-31", "/usage?until=2026-01-31T12:00:00",
         "/decisions?model=%00", "/cold-starts?model=a%00b", "/cold-starts?limit=1e3", f"/decisions?limit={'9' * 5000}",
     ]  # fmt: skip
 
@@ -177,6 +178,19 @@ async def test_paths_and_queries_that_will_not_do(world: AdminWorld) -> None:
                     method, path + action, json={} if method == "PATCH" else None
                 )
                 refused(answer, 422, "unprocessable")
+
+
+async def test_a_405_names_every_method_of_its_path(world: AdminWorld) -> None:
+    for path, methods in (
+        ("/models", "GET, POST"),
+        ("/models/a/b", "DELETE, GET, PATCH"),
+        ("/models/a/b/warm", "POST"),
+        ("/nodes/n/drain", "DELETE, POST"),
+        ("/projects/a/b/limits", "PUT"),
+    ):
+        answer = await world.http.options(path)
+        refused(answer, 405, "method_not_allowed")
+        assert answer.headers["allow"] == methods, path
 
 
 async def test_what_is_not_there_is_a_404(world: AdminWorld) -> None:

@@ -28,7 +28,7 @@ from pilotlight.gateway.ui.testing import UiWorld, ui_world
 
 pytestmark = pytest.mark.anyio
 
-PAGES = ("/", "/models", "/cold-starts", "/traces", "/events", "/playground")
+PAGES = ("/", "/models", "/cold-starts", "/traces", "/events", "/keys", "/usage", "/playground")
 INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=|javascript:", re.IGNORECASE)
 VENDOR = FOLDER / "static" / "vendor"
 

@@ -76,6 +76,7 @@ from pilotlight.gateway.ui.app import CHAT, SessionKeys, UiParts, build_ui
 from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.pages import PageParts
 from pilotlight.gateway.ui.templating import Templates
+from pilotlight.gateway.ui.tenant_pages import TenantPageParts
 from pilotlight.policy.admission import QueueBounds
 from pilotlight.policy.ids import GatewayId
 
@@ -286,6 +287,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     drains = DrainRepository(database, clock)
     audit = AuditLog(database, clock, background, context.metrics)
     keys = KeyRepository(database, clock)
+    projects, usage_reader = ProjectRepository(database, clock), UsageReader(database, clock)
     admin = build_admin(
         AdminParts(
             sessions=sessions,
@@ -300,8 +302,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
             tenants=TenantParts(
                 authenticator=authenticator,
                 keys=keys,
-                projects=ProjectRepository(database, clock),
-                usage=UsageReader(database, clock),
+                projects=projects,
+                usage=usage_reader,
             ),
         )
     )
@@ -318,6 +320,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
                 recent=recent,
                 audit=audit,
             ),
+            tenants=TenantPageParts(keys=keys, projects=projects, usage=usage_reader),
             chat=OpenAiApi(models, SessionKeys(sessions), exchanges, encoder, limits).chat,
             secure=settings.public_url.startswith("https:"),
         )

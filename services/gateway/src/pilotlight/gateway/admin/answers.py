@@ -16,7 +16,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.edge.errors import error_headers, named_message
-from pilotlight.gateway.edge.http import CLIENT_GONE_STATUS, note_error
+from pilotlight.gateway.edge.http import CLIENT_GONE_STATUS, allow, note_error
 
 log = structlog.get_logger()
 
@@ -63,5 +63,5 @@ async def on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = {404: RouteNotFound, 405: MethodNotAllowed}.get(error.status_code, BadRequest)
     answer = await on_error(request, kind() if kind is not BadRequest else kind(str(error.detail)))
-    answer.headers.update(error.headers or {})
+    answer.headers.update(allow(request) if kind is MethodNotAllowed else error.headers or {})
     return answer

@@ -167,7 +167,7 @@ Projects = _of("Projects", "Every project.", projects=list[ProjectReply])
 KeyReply = _of("Key", "A key, but for the key itself.", ShownKey, limits=LimitsReply)
 Keys = _of("Keys", "Keys, the newest first.", keys=list[KeyReply])
 NewKeyReply = _of(
-    "NewKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
+    "MadeKey", "A key that was made, and the key itself.", ShownKey, limits=LimitsReply, key=str
 )
 UsageRows = _of(
     "Usage", "Requests, tokens and device-seconds by day, key and model.", usage=list[DayUsage]
@@ -219,6 +219,10 @@ STREAMS = frozenset({"/stream"})
 """Routes that answer with server-sent events: what is told of them is the data of one event."""
 
 
+TABLES = frozenset({"/usage"})
+"""Routes that answer as CSV, too."""
+
+
 class DocumentedApp(FastAPI):
     """FastAPI, with the replies above in its document.
 
@@ -249,6 +253,9 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         for name, schema in document["components"]["schemas"].items()
         if "ValidationError" not in name
     }
+    # A reply must not take the name of a body: its schema would stand for both. Enumerations may.
+    clashing = [name for name in taken.keys() & components if "properties" in taken[name]]
+    assert not clashing, clashing
     document["components"]["schemas"] = taken | components
 
     def body(kind: type[msgspec.Struct], media: str = "application/json") -> dict[str, Any]:
@@ -258,11 +265,13 @@ def _with_replies(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in operations.items():
             status = next(code for code in operation["responses"] if code.startswith("2"))
             kind = REPLIES[method, path]
-            done = (
+            done: dict[str, Any] = (
                 {"description": "Done."}
                 if kind is None
                 else {"description": (kind.__doc__ or ""), **body(kind, _media(path))}
             )
+            if path in TABLES:
+                done["content"]["text/csv"] = {"schema": {"type": "string"}}
             operation["responses"] = {
                 status: done,
                 "default": {"description": "An error.", **body(Failure)},

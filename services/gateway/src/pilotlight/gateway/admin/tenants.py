@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Response
-from pydantic import AwareDatetime
 
 from pilotlight.common.db.tables import DEFAULT_PROJECT
 from pilotlight.common.errors import UnprocessableInput
@@ -21,6 +20,7 @@ from pilotlight.gateway.tenants.projects import ProjectRepository
 from pilotlight.gateway.tenants.schemas import (
     PROJECT,
     KeyLimits,
+    Moment,
     NewKey,
     NewOrganization,
     NewProject,
@@ -33,11 +33,9 @@ from pilotlight.policy.access import Access, AdminRole, KeyScope
 Project = Annotated[str, Path(pattern=PROJECT)]
 OptionalProject = Annotated[str | None, Query(pattern=PROJECT)]
 KeyId = Annotated[str, Path(pattern=r"^key-[0-9a-f]{16}$")]
-Since = Annotated[
-    AwareDatetime | None, Query(description="RFC 3339; by default 30 days before now.")
-]
+Since = Annotated[Moment | None, Query(description="RFC 3339; by default 30 days before now.")]
 Shape = Annotated[Literal["json", "csv"], Query(alias="format")]
-Until = Annotated[AwareDatetime | None, Query(description="RFC 3339; by default now.")]
+Until = Annotated[Moment | None, Query(description="RFC 3339; by default now.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

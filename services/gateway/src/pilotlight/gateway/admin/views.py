@@ -3,7 +3,6 @@
 # Routes are registered by their decorators; no code names their functions.
 # pyright: reportUnusedFunction=false
 
-from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +13,7 @@ from pilotlight.gateway.admin.nodes import Fleet
 from pilotlight.gateway.models.schemas import MAX_NAME_CHARS, NAME_PATTERN
 from pilotlight.gateway.records.audit import AuditFilter, AuditLog
 from pilotlight.gateway.records.display import COLD_STARTS, DECISIONS, INSTANCES, Display
+from pilotlight.gateway.tenants.schemas import Moment
 
 JSON = "application/json"
 
@@ -35,8 +35,8 @@ Word = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200
 RecordId = Annotated[
     int | None, Query(ge=1, le=2**62, description="`next_before` of the page before this one.")
 ]
-Moment = Annotated[
-    datetime | None, Query(description="RFC 3339, for example 2026-01-31T12:00:00Z.")
+OptionalMoment = Annotated[
+    Moment | None, Query(description="RFC 3339, for example 2026-01-31T12:00:00Z.")
 ]
 
 
@@ -97,8 +97,8 @@ def add_views(app: FastAPI, display: Display, fleet: Fleet, audit: AuditLog) -> 
         entity: Word = None,
         outcome: Word = None,
         key_id: Word = None,
-        since: Moment = None,
-        until: Moment = None,
+        since: OptionalMoment = None,
+        until: OptionalMoment = None,
     ) -> dict[str, Any]:
         """What administrators did and tried, the newest first."""
         wanted = AuditFilter(

@@ -11,7 +11,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Match, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pilotlight.common.errors import (
@@ -330,6 +330,21 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         response = await on_error(
             request, MethodNotAllowed(f"{request.url.path} does not take {request.method}")
         )
-        response.headers.update(error.headers or {})
+        response.headers.update(allow(request))
         return response
     return await on_error(request, RouteNotFound(f"there is no route {request.url.path[:200]}"))
+
+
+def allow(request: Request) -> dict[str, str]:
+    """The header of a 405: every method of the path, where the router knows those of one route.
+
+    Of several patterns the longest is the path's: ``/models/{name}/warm`` is no model's name.
+    """
+    found = [
+        route
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    path = max((route.path for route in found), key=len, default="")
+    methods = {method for route in found if route.path == path for method in route.methods or ()}
+    return {"allow": ", ".join(sorted(methods))}

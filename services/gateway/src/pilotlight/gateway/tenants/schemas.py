@@ -1,9 +1,17 @@
 """What may be said of organizations, projects and keys."""
 
+import re
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+)
 
 from pilotlight.common.db.tables import DEFAULT_PROJECT
 from pilotlight.policy.fairness import MAX_WEIGHT, MIN_WEIGHT
@@ -13,6 +21,7 @@ PART = r"[a-z0-9][a-z0-9._-]{0,62}"
 ORGANIZATION = rf"^{PART}$"
 PROJECT = rf"^{PART}/{PART}$"
 MAX_PATTERNS = 100
+_MOMENT = re.compile(r"\d{4}-\d{2}-\d{2}[Tt ]")
 
 ModelPattern = Annotated[
     str, StringConstraints(pattern=r"^([A-Za-z0-9._/-]+\*?|\*)$", max_length=128)
@@ -34,6 +43,15 @@ Routes = Annotated[
 ]
 
 
+def _written(value: object) -> object:
+    """Refuses numbers: the document says RFC 3339, and pydantic takes seconds since 1970, too."""
+    if not isinstance(value, str) or _MOMENT.match(value) is None:
+        raise ValueError("say it as RFC 3339 does, for example 2026-01-31T12:00:00Z")
+    return value
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
+"""A time of a query or a body."""
 Limit = Annotated[int | None, Field(ge=1, le=10**15)]
 
 
@@ -77,7 +95,7 @@ class NewKey(Body):
     admin_role: Literal["viewer", "operator", "owner"] | None = Field(
         None, description="Of an admin key: by default `viewer`."
     )
-    expires_at: AwareDatetime | None = Field(
+    expires_at: Moment | None = Field(
         None, description="RFC 3339; without it the key works until it is revoked."
     )
 

@@ -27,6 +27,7 @@ from pilotlight.gateway.ui.door import MOUNTED_AT, SIGN_IN, Door
 from pilotlight.gateway.ui.pages import PageParts, Pages
 from pilotlight.gateway.ui.sign_in import SignIn
 from pilotlight.gateway.ui.templating import FOLDER, Templates
+from pilotlight.gateway.ui.tenant_pages import TenantPageParts, TenantPages
 
 CHAT = "/chat"
 """What the playground asks: the body and the answer are those of ``/v1/chat/completions``."""
@@ -55,6 +56,7 @@ class UiParts:
 
     sessions: Sessions
     pages: PageParts
+    tenants: TenantPageParts
     chat: Callable[[Request], Awaitable[ASGIApp]]
     """Answers a chat for whom ``SessionKeys`` lets in."""
     secure: bool
@@ -65,6 +67,7 @@ def build_ui(parts: UiParts) -> Starlette:
     """The application, to be mounted at ``/ui``."""
     templates = parts.pages.templates
     pages = Pages(parts.pages)
+    tenants = TenantPages(parts.tenants, templates, parts.pages.clock)
     sign_in = SignIn(parts.sessions, parts.pages.audit, templates, secure=parts.secure)
     failures = _Failures(templates)
     app = Starlette(
@@ -82,6 +85,8 @@ def build_ui(parts: UiParts) -> Starlette:
             Route("/traces/{trace_id}", pages.trace),
             Route("/events", pages.events),
             Route("/parts/events", pages.events_part),
+            Route("/keys", tenants.keys),
+            Route("/usage", tenants.usage),
             Route("/playground", pages.playground),
             Route(CHAT, parts.chat, methods=["POST"]),
             Route(SIGN_IN, sign_in.page, methods=["GET"]),

@@ -23,6 +23,7 @@ from pilotlight.gateway.ui.app import SessionKeys, UiParts, build_ui
 from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.pages import PageParts
 from pilotlight.gateway.ui.templating import Templates
+from pilotlight.gateway.ui.tenant_pages import TenantPageParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,11 @@ async def ui_world(context: Context[GatewaySettings]) -> AsyncGenerator[UiWorld]
                     display=parts.display,
                     recent=parts.recent,
                     audit=parts.audit,
+                ),
+                tenants=TenantPageParts(
+                    keys=parts.tenants.keys,
+                    projects=parts.tenants.projects,
+                    usage=parts.tenants.usage,
                 ),
                 chat=chat,
                 secure=False,

@@ -32,12 +32,20 @@ export async function act(source, body) {
     const answer = await ask(action, url, body);
     if (go) { location.assign(go.replace("{name}", answer.name ?? "")); return; }
     toast(done);
-    document.body.dispatchEvent(new CustomEvent("changed"));
+    document.body.dispatchEvent(new CustomEvent("changed", { detail: answer }));
     return answer;
   } finally {
     for (const button of buttons) button.disabled = false;
   }
 }
+
+// Fields that are no strings, by their `data-kind`.
+const READ = {
+  int: (text) => Number.parseInt(text, 10),
+  float: Number,
+  words: (text) => text.split(/[\s,]+/).filter(Boolean),
+  moment: (text) => new Date(text).toISOString(),
+};
 
 // A form's fields as JSON: `slo.ttft_ms` is a field of `slo`, empty ones are left out.
 function bodyOf(form) {
@@ -47,7 +55,7 @@ function bodyOf(form) {
     const path = input.name.split(".");
     const last = path.pop();
     const into = path.reduce((object, name) => (object[name] ??= {}), body);
-    into[last] = { int: () => Number.parseInt(input.value, 10), float: () => Number(input.value) }[input.dataset.kind]?.() ?? input.value;
+    into[last] = READ[input.dataset.kind]?.(input.value) ?? input.value;
   }
   return body;
 }
