@@ -55,17 +55,24 @@ async def read_body(
     if body is None:
         if length is not None:
             room.take(owner, length)
-        body = await _read(receive, limit_bytes, room, owner)
+        begun = bytearray()
+        try:
+            body = await _read(begun, receive, limit_bytes, room, owner)
+        except BaseException:
+            # Whoever keeps the error keeps its frames, and with them what had come.
+            begun.clear()
+            raise
     elif len(body) > limit_bytes:
         raise TooLarge(f"the body is longer than {limit_bytes} bytes")
     room.take(owner, decoded_bytes(body) if decoded else 2 * len(body))
     return body
 
 
-async def _read(receive: Receive, limit_bytes: int, room: BodyRoom, owner: str) -> bytes:
+async def _read(
+    body: bytearray, receive: Receive, limit_bytes: int, room: BodyRoom, owner: str
+) -> bytes:
     pause_s, clock = room.budget.pause_s, asyncio.get_running_loop()
     until_s = clock.time() + BODY_DEADLINE_S
-    body = bytearray()
     while True:
         part_until_s = min(until_s, clock.time() + pause_s)
         try:
