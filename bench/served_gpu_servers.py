@@ -5,6 +5,7 @@ One at a time has the device.
 """
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -16,12 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import served_gpu_load as load
 from served_gpu_models import Prompts
+from served_gpu_up import NO_SLO_MS, Up, slo
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S, STOP_S, CALL_S, RECORD_S = 240.0, 60.0, 60.0, 10.0
@@ -40,19 +41,6 @@ VLLM_KV = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 TAIL_CHARS = 3000
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class Up:
-    """A server that answers."""
-
-    name: str
-    pid: int
-    """Its first process: all others descend from it."""
-    target: load.Target
-    cold: dict[str, Any] = field(default_factory=dict[str, Any])
-    """How long the first token took when the model was loaded nowhere."""
-    about: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def free_port() -> int:
@@ -287,7 +275,7 @@ class Pilotlight:
             body = {
                 "name": up.target.model,
                 "uri": self._folder.as_uri(),
-                "slo": {"ttft_ms": 5000, "tpot_ms": 200},
+                "slo": slo(*NO_SLO_MS),
                 "keep_alive_s": 3600,
             }
             began_s = time.monotonic()
@@ -303,6 +291,11 @@ class Pilotlight:
                 f"cold start, {name}: first token after {seconds:.2f} s, {found[name]['phases_s']}"
             )
         up.cold = found
+        up.declare = functools.partial(self._declare, up)
+
+    def _declare(self, up: Up, ttft_ms: float, tpot_ms: float) -> None:
+        body = {"slo": slo(ttft_ms, tpot_ms)}
+        self._admin("PATCH", f"/models/{up.target.model}", body)
 
     def _forget(self, model: str) -> None:
         """Delete it, and wait until no worker has anything of it."""

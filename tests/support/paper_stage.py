@@ -19,7 +19,7 @@ from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import RequestId
-from pilotlight.policy.request import RequestKey, Sampling
+from pilotlight.policy.request import Promise, RequestKey, Sampling
 
 VOCABULARY = 3
 CONTEXT_TOKENS = 400
@@ -69,6 +69,8 @@ class PaperStage:
         self.ends_by: dict[RequestKey, int] = {}
         """The step in which each must have ended, where one tenant is alone."""
         self.tenants: set[str] = set()
+        self.promises = False
+        """Something was promised: who is late is overtaken."""
 
     def submit(
         self,
@@ -77,6 +79,7 @@ class PaperStage:
         seed: int = 0,
         deadline_s: float | None = None,
         share: FairShare = NO_TENANT,
+        promise: Promise | None = None,
     ) -> Request:
         """Raises NoRoom when it can never fit."""
         key = RequestKey(RequestId(f"r{len(self.arrived)}"), 1)
@@ -88,10 +91,11 @@ class PaperStage:
             CONTEXT_TOKENS,
             deadline_s,
         )
-        request.share = share
+        request.stands(share, promise, self.now_s)
         check_kv_room(self.num_blocks * BLOCK_TOKENS, request)
         self.scheduler.submit(request)
         self.tenants.add(share.tenant)
+        self.promises |= promise is not None
         self.arrived.append(key)
         self.ends_by[key] = max(
             (self.ends_by[other.key] for other in self.scheduler.requests[:-1]), default=self.steps
@@ -235,8 +239,11 @@ class PaperStage:
     def check(self) -> None:
         """What holds between steps."""
         self.tables.check()
-        assert len(self.tenants) > 1 or all(
-            self.steps <= self.ends_by[request.key] for request in self.scheduler.requests
+        kept = self.limits.keep_promises
+        assert (
+            len(self.tenants) > 1
+            or kept
+            or all(self.steps <= self.ends_by[request.key] for request in self.scheduler.requests)
         ), "a request starves"
         for tenant in self.tenants:
             row = [
@@ -244,7 +251,9 @@ class PaperStage:
                 for request in self.scheduler.requests
                 if request.share.tenant == tenant
             ]
-            assert row == sorted(row), "a tenant's requests stand in the order in which they came"
+            assert self.promises or row == sorted(row), (
+                "a tenant's requests stand in the order in which they came"
+            )
         running = self.scheduler.running
         assert running <= self.limits.running
         for index, request in enumerate(self.scheduler.requests):

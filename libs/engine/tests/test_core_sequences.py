@@ -47,6 +47,7 @@ def live(seed: int) -> PaperStage:
         step_tokens=step_tokens,
         running=chance.randint(1, min(step_tokens, 6)),
         chunk_tokens=chance.choice((None, 1, 4, 30)),
+        keep_promises=chance.random() < 0.5,
         prefix_cache=chance.random() < 0.8,
     )
     stage = PaperStage(chance.choice((2, 4, 6, 8, 12, 40)), limits)

@@ -28,7 +28,7 @@ from pilotlight.engine.turn import run_batch, step_result
 from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
-from pilotlight.policy.request import FinishReason, RequestKey, Sampling, Vocabulary
+from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
 
 
 class Engine:
@@ -296,12 +296,13 @@ class Engine:
         pieces: Sequence[KvPiece] = (),
         vocabulary: Vocabulary | None = None,
         share: FairShare = NO_TENANT,
+        promise: Promise | None = None,
     ) -> None:
         """Queues a request, or goes on with one that was moved here with its KV.
 
         Args:
             request_id: of the tokens.
-            attempt: another attempt at the same request is another request here.
+            attempt: another one at the same request is another request here.
             instance_id: the model that runs it.
             prompt_ids: at least one token.
             output_ids: what another engine sampled already: positions go on after them.
@@ -310,6 +311,7 @@ class Engine:
             pieces: what ``export_kv`` gave of it, of all layers; what they lack is computed here.
             vocabulary: the model's; a grammar needs it.
             share: its tenant's, of the turns.
+            promise: of its model's SLO, from now on.
 
         Raises:
             UnknownInstance: no whole model of this name is held here, or with pieces: not in place.
@@ -325,7 +327,7 @@ class Engine:
         request = Request(
             key, prompt_ids, output_ids, sampling, resident.spec.max_context_tokens, deadline_s
         )
-        request.share = share
+        request.stands(share, promise, self._monotonic_s())
         resident.check(request)
         if request.exhausted:
             # Resumed after its last token, which its finish did not follow in time.

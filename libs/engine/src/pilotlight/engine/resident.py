@@ -1,7 +1,6 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,23 +42,11 @@ from pilotlight.engine.sampling import (
     unanswered,
     wait_for_late,
 )
+from pilotlight.engine.under_way import UnderWay
 from pilotlight.engine.watching import stepping
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A batch that waits for parts.
-
-    Nothing of it is booked before it has run: without it, its requests are where they were.
-    """
-
-    plan: Plan
-    inputs: Tensor
-    """Of ``next_layer``: see ``RangeRunner.run``."""
-    next_layer: int
 
 
 class ResidentStage:
@@ -117,7 +104,7 @@ class ResidentStage:
         tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
         self.scheduler = BatchScheduler(tables, limits, whole_prompts=spec.encoder is not None)
         self._has_sampled = False
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self._launched: LaunchedStep | None = None
         """The lookahead: a batch whose tokens are not known yet."""
 
@@ -225,11 +212,11 @@ class ResidentStage:
             if not plan.requests:
                 wait_for_late(self.scheduler.requests)
                 return StageStep(plan=plan)
-            batch = _UnderWay(plan, torch.tensor(plan.token_ids), 0)
+            batch = UnderWay(plan, torch.tensor(plan.token_ids), 0)
         plan, reach = batch.plan, self.reach
         outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
         if reach < self.spec.num_layers:
-            self._under_way = _UnderWay(plan, outputs, reach)
+            self._under_way = UnderWay(plan, outputs, reach)
             return StageStep()
         if self._compute.launch is not None and all(
             request.state is RequestState.RUNNING for request in plan.requests
@@ -301,7 +288,7 @@ class ResidentStage:
         )
         return next(waiting, self.stage.stop)
 
-    def _going(self) -> _UnderWay | None:
+    def _going(self) -> UnderWay | None:
         """The batch under way, unless all of its requests have ended."""
         batch = self._under_way
         alive = batch is not None and any(
@@ -334,7 +321,7 @@ class ResidentStage:
             sampled_s: when, on the engine's clock.
         """
         given = [
-            self._hand_out(request, outcome)
+            self._hand_out(request, outcome, sampled_s)
             for request, outcome in zip(requests, sampled, strict=True)
         ]
         produced = tuple(one for one in given if one is not None)
@@ -371,7 +358,7 @@ class ResidentStage:
             for request in overdue
         )
 
-    def _hand_out(self, request: Request, sampled: Outcome) -> Produced | None:
+    def _hand_out(self, request: Request, sampled: Outcome, sampled_s: float) -> Produced | None:
         """Gives a request its token, and ends it if that was the last, or if there is none."""
         if sampled is NotSampled.LATE:
             self.scheduler.postpone(request)
@@ -381,6 +368,8 @@ class ResidentStage:
             return unanswered(request, sampled)
         self.scheduler.vouch(request)
         position = request.position
+        if request.first_s is None:
+            request.first_s, request.first_position = sampled_s, position
         finish = request.accept(sampled.token_id)
         if finish is not None:
             self.scheduler.end(request, RequestEvent.FINISH)

@@ -28,14 +28,18 @@ def run_batch(
         Exception: whatever else the device says; its context may be lost
             (``faults.context_lost``).
     """
+    began_s = monotonic_s()
     try:
-        return resident.step(monotonic_s, may_wait=may_wait)
+        done = resident.step(monotonic_s, may_wait=may_wait)
     except RuntimeError as error:
         relieved = resident.relieve() if out_of_memory(error) else StageStep()
         if not relieved.produced:
             raise
         arena.trim()
         return relieved
+    if done.plan is not None:
+        resident.scheduler.promises.pace.ran(done.plan.batch, began_s, monotonic_s())
+    return done
 
 
 def step_result(

@@ -39,6 +39,19 @@ class Demand:
     """W3C trace context of the oldest waiting request: the cold start joins its trace."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a model's SLO says of one of its requests, as far as that is still to come."""
+
+    first_token_in_s: float | None = None
+    """Until its first token is due; negative when that has passed. None: it had one already."""
+    token_s: float | None = None
+    """Of each token after the first, in mean."""
+
+
+NO_PROMISE = Promise()
+
+
 class FinishReason(StrEnum):
     """Why an engine ended a request."""
 

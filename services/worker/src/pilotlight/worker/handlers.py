@@ -228,6 +228,7 @@ class Handlers:
             if deadline_s is None
             else deadline_s - self._core.clock.monotonic_s(),
             share=submit.share,
+            promise=submit.promise,
         )
         try:
             await self._core.engine.run(command)

@@ -22,7 +22,7 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.materialized import Environment
 from pilotlight.policy.model import Dtype, Model, Stage
 from pilotlight.policy.phase import Phase
-from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
+from pilotlight.policy.request import NO_PROMISE, FinishReason, Promise, Sampling, Vocabulary
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
@@ -139,6 +139,8 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     its end is computed."""
     share: FairShare = NO_TENANT
     """As in ``Submit``."""
+    promise: Promise = NO_PROMISE
+    """As in ``Submit``, from when it was sent."""
 
 
 class Abort(Message, tag="abort", frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId, WorkerId
-from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.policy.request import NO_PROMISE, FinishReason, Promise, Sampling
 
 
 def submit_subject(worker_id: WorkerId) -> str:
@@ -60,6 +60,8 @@ class Submit(Message, frozen=True, kw_only=True):
     None: it may take its time."""
     share: FairShare = NO_TENANT
     """Its tenant's, of the engine's turns."""
+    promise: Promise = NO_PROMISE
+    """What its model's SLO says, from now on; a release that does not know it gives none."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ class BatchLimits:
     """How long new requests wait for each other, to share their first step (``gathering``)."""
     gather_running: int = 16
     """They do so while more than these run."""
+    keep_promises: bool = False
+    """Steps are shared so that promises are kept (``promises``)."""
     prefix_cache: bool = True
     """Requests share the blocks of equal prefixes, also with those that have ended."""
 

@@ -9,9 +9,9 @@ from pilotlight.engine.core.counts import counts_of
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState, step
 from pilotlight.engine.core.pooled import PooledPrompt
 from pilotlight.engine.core.prompt_scores import PromptScores
-from pilotlight.policy.fairness import NO_TENANT
+from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.pooling import PoolingMode
-from pilotlight.policy.request import FinishReason, RequestKey, Sampling
+from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling
 
 
 class TokenControl(Protocol):
@@ -52,6 +52,9 @@ class Request:
         "control",
         "counts",
         "deadline_s",
+        "due_s",
+        "first_position",
+        "first_s",
         "key",
         "max_context_tokens",
         "pooled",
@@ -64,6 +67,7 @@ class Request:
         "taken_s",
         "takes",
         "token_ids",
+        "token_s",
     )
 
     def __init__(
@@ -100,7 +104,15 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were asked for."""
         self.computed = 0
-        self.share = NO_TENANT
+        self.share: FairShare = NO_TENANT
+        self.due_s: float | None = None
+        """When its first token is due, on the engine's clock; None: that is not promised."""
+        self.token_s: float | None = None
+        """What is promised of each token after the first, in mean."""
+        self.first_s: float | None = None
+        """When it got its first token here."""
+        self.first_position = 0
+        """Of that token."""
         self.queued_s = -math.inf
         """When it came, on the engine's clock; long ago, where that is not said."""
         self.taken_s = 0.0
@@ -146,6 +158,22 @@ class Request:
     def about_to_end(self) -> bool:
         """The next token is the last one, whichever it is."""
         return len(self.token_ids) + 1 >= self.kv_tokens
+
+    def stands(self, share: FairShare, promise: Promise | None, now_s: float) -> None:
+        """Says on whose behalf it waits, and what is promised of it from now on."""
+        self.share = share
+        if promise is not None and promise.first_token_in_s is not None:
+            self.due_s = now_s + promise.first_token_in_s
+        self.token_s = promise.token_s if promise is not None else None
+
+    def lead_s(self, now_s: float, grace_tokens: int) -> float | None:
+        """How long it can do without a token and still have all that it was given in the time that
+        was promised for so many, and ``grace_tokens`` more; None: it is promised none, or had none.
+        """
+        if self.token_s is None or self.first_s is None:
+            return None
+        given = self.position - self.first_position
+        return self.first_s + self.token_s * (given + grace_tokens) - now_s
 
     def on(self, event: RequestEvent) -> None:
         """Moves to the state that follows.

@@ -23,8 +23,9 @@ What follows from the row:
 * No request starves. The oldest request gets a token in every step, and whatever block it lacks is
   taken from younger ones; admission sees to it that it fits alone. So it ends after as many steps
   as it has tokens at most, and then the next one is the oldest.
-* Nothing of one tenant is overtaken on its way in: preempted requests go before those that never
-  ran, tenants take turns by weight, and one that has no room holds up those behind it.
+* On the way in, preempted requests go before those that never ran, tenants take turns by weight,
+  and one that has no room holds up those behind it. What cannot be in time any more is overtaken,
+  a bounded number of times (``waiting``).
 * A request's tokens do not depend on any of this: a token is a function of the tokens before it,
   the seed and its position.
 
@@ -32,7 +33,6 @@ No clock and no randomness: the same calls give the same plans.
 """
 
 import math
-from dataclasses import dataclass
 
 from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
@@ -40,21 +40,13 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.promises import Promises
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.sharing import Sharing, left_behind
+from pilotlight.engine.core.sharing import Sharing, TakenUp, left_behind
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.core.waiting import WaitingRow
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.request import RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class _TakeUp:
-    """Requests that were taken up for a step."""
-
-    counts: dict[RequestKey, int]
-    looked_up_tokens: int
-    hit_tokens: int
 
 
 class BatchScheduler:
@@ -73,6 +65,7 @@ class BatchScheduler:
         self._tables = tables
         self._limits = limits
         self._sharing = Sharing(limits, whole_prompts)
+        self.promises = Promises(limits.keep_promises)
         self._running: dict[RequestKey, Request] = {}
         """Oldest first."""
         self._queue = WaitingRow()
@@ -80,7 +73,7 @@ class BatchScheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that own no blocks: not taken up yet, or preempted."""
+        """Requests that own no blocks."""
         return len(self._queue)
 
     @property
@@ -131,29 +124,28 @@ class BatchScheduler:
         self._queue.add(request)
 
     def schedule(self, now_s: float, at_most: int | None = None) -> Plan:
-        """The next forward pass; it holds the oldest request in any case, unless that waits for a
-        token of a batch under way.
+        """The next forward pass; it holds the oldest one in any case, unless a token of it is under way.
 
         With ``at_most``, it holds no more requests than that: those that are left make the next
         micro-batch. A request whose next token is still under way is booked as run (see
         ``advance``), wants nothing, and so is in none.
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest
-           to the others in order. Where there is one of the first kind, no other gets more than
-           ``chunk_tokens``.
+           to the others in order. Where there is one of the first kind, the others get no more
+           than ``chunk_tokens`` each, and what promises allow (``promises``).
         2. Oldest first, each request that is to run gets the block that it lacks. While none is
            free, the youngest gives up its own; the youngest itself sits this step out instead.
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and
-           blocks go, unless they gather (``gathering``). None behind one that gets only a part of
-           what it wants: it came first.
+           blocks go, unless they gather (``gathering``) or those that run would be late. None
+           behind one that gets only a part of what it wants: it came first.
         """
-        cap = self._sharing.cap(self._running)
-        counts = self._sharing.among(self._running, at_most, cap)  # 1
+        share = self._sharing.of_step(self._running, self._queue, self.promises, now_s)
+        counts = self._sharing.among(self._running, at_most, share)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
-        left = self._sharing.left_for_newcomers(self._running, counts)
+        left = self._sharing.left_for_newcomers(self._running, counts, share)
         idle = preempted or gathers(self._limits, self.running, self._queue, now_s)
-        taken = _TakeUp({}, 0, 0) if idle else self._take_up(now_s, left, places, cap)  # 3
+        taken = TakenUp({}, 0, 0) if idle else self._take_up(now_s, left, places, share.cap)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
         segments = tuple(self._segment(request, counts[request.key]) for request in requests)
@@ -192,7 +184,7 @@ class BatchScheduler:
         del self._running[request.key]
         self._queue.put_back(request)
 
-    def _take_up(self, now_s: float, left: int, places: int, cap: int) -> _TakeUp:
+    def _take_up(self, now_s: float, left: int, places: int, cap: int) -> TakenUp:
         """Takes requests up in order, as long as the first one fits; none behind one that gets only
         a part of what it wants.
 
@@ -208,8 +200,10 @@ class BatchScheduler:
             and len(counts) < places
             and len(self._running) < self._limits.running
         ):
-            request = self._queue.first()
+            request = self._next(now_s)
             if self._tables.worth_waiting(request, self._running.values()):
+                break
+            if self.promises.crowded(len(self._running), request):
                 break
             if not self._sharing.portion(
                 request.wanted or 1, left, cap, first=not (self._running or counts)
@@ -228,7 +222,11 @@ class BatchScheduler:
             count = self._sharing.portion(request.wanted, left, cap, first=not counts)
             counts[request.key] = count
             left = left_behind(request, count, left)
-        return _TakeUp(counts, looked_up, hits)
+        return TakenUp(counts, looked_up, hits)
+
+    def _next(self, now_s: float) -> Request:
+        """Whose turn it is of those that wait."""
+        return self._queue.first(lambda request: self.promises.in_time(request, now_s))
 
     def _run(self, request: Request, in_place: int) -> None:
         request.on(RequestEvent.TAKE_UP)
@@ -324,7 +322,7 @@ class BatchScheduler:
         segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
         waiting = self._queue
-        claimed = waiting and (len(going) < len(self._running) or not self._full)
+        claimed = waiting and (len(going) < len(self._running) or not self._full(now_s))
         if not going or (claimed and not gathers(self._limits, self.running, waiting, now_s)):  # 1
             return None
         if any(
@@ -347,12 +345,14 @@ class BatchScheduler:
             prefix_hit_tokens=0,
         )
 
-    @property
-    def _full(self) -> bool:
-        """The next one in the queue has no place or no room."""
+    def _full(self, now_s: float) -> bool:
+        """The next one in the queue has no place or no room, or would make others late."""
         running = len(self._running)
-        return running >= self._limits.running or not self._tables.could_open(
-            self._queue.first(), running
+        if running >= self._limits.running:
+            return True
+        request = self._next(now_s)
+        return self.promises.crowded(running, request) or not self._tables.could_open(
+            request, running
         )
 
     def advance(self, plan: Plan) -> None:

@@ -1,15 +1,35 @@
 """How the tokens of one step are shared."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.promises import Promises
 from pilotlight.engine.core.request import Request
 from pilotlight.policy.request import RequestKey
 
 Running = Mapping[RequestKey, Request]
 """Requests that own blocks, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShare:
+    """What one step may hold."""
+
+    tokens: int
+    """Of streams and prompts together."""
+    cap: int
+    """Of one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenUp:
+    """Requests that were taken up for a step."""
+
+    counts: dict[RequestKey, int]
+    looked_up_tokens: int
+    hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +41,21 @@ class Sharing:
     """A prompt runs in one step or not at all, since its tokens see each other. One that is longer
     than a step makes one alone."""
 
-    def cap(self, running: Running) -> int:
-        """Tokens that a step may run of one prompt: fewer where streams get theirs, too."""
-        chunk, whole = self.limits.chunk_tokens, self.limits.step_tokens
-        if chunk is None or not any(request.wanted == 1 for request in running.values()):
-            return whole
-        return min(chunk, whole)
+    def of_step(
+        self, running: Running, waiting: Collection[Request], promises: Promises, now_s: float
+    ) -> StepShare:
+        """What prompts may have of a step: less where streams get their tokens, too."""
+        streams = [request for request in running.values() if request.wanted == 1]
+        whole = self.limits.step_tokens
+        begun = [request for request in running.values() if request.wanted > 1]
+        if not streams or not (begun or waiting):
+            return StepShare(whole, whole)
+        tokens = promises.prompt_tokens(streams, now_s)
+        tokens = whole if tokens is None else min(whole, len(streams) + tokens)
+        chunk = self.limits.chunk_tokens
+        if chunk is None or promises.tight(chain(begun, waiting), now_s):
+            return StepShare(tokens, tokens)
+        return StepShare(tokens, min(chunk, tokens))
 
     def portion(self, wanted: int, left: int, cap: int, *, first: bool) -> int:
         """How many of the tokens that a request wants run now.
@@ -41,31 +70,35 @@ class Sharing:
             return min(wanted, left, cap)
         return wanted if first or wanted <= left else 0
 
-    def among(self, running: Running, at_most: int | None, cap: int) -> dict[RequestKey, int]:
+    def among(
+        self, running: Running, at_most: int | None, share: StepShare
+    ) -> dict[RequestKey, int]:
         """How many tokens each running request may run: one for each that wants no more, the rest
         to the others in order.
 
         Args:
             running: oldest first.
             at_most: requests of the step; None: all.
-            cap: of one prompt.
+            share: of prompts.
         """
         ready = dict(
             islice(((key, request) for key, request in running.items() if request.wanted), at_most)
         )
         counts = {key: 1 for key, request in ready.items() if request.wanted == 1}
-        left = self.limits.step_tokens - len(counts)
+        left = share.tokens - len(counts)
         for key, request in ready.items():
             if request.wanted > 1:
-                counts[key] = self.portion(request.wanted, left, cap, first=not counts)
+                counts[key] = self.portion(request.wanted, left, share.cap, first=not counts)
                 left = left_behind(request, counts[key], left)
         return counts
 
-    def left_for_newcomers(self, running: Running, counts: Mapping[RequestKey, int]) -> int:
+    def left_for_newcomers(
+        self, running: Running, counts: Mapping[RequestKey, int], share: StepShare
+    ) -> int:
         """Tokens of a step that requests may have which do not run yet."""
         if any(count < running[key].wanted for key, count in counts.items()):
             return 0
-        return self.limits.step_tokens - sum(counts.values())
+        return share.tokens - sum(counts.values())
 
 
 def left_behind(request: Request, count: int, left: int) -> int:

@@ -7,15 +7,55 @@
 
 Preempted ones are first: they ran before. Of those that wait, tenants take turns by weight
 (``policy.fairness``), each in its own order; a tenant alone is served in the order of the row.
+
+Of one tenant's, those go first whose first token can still come in time. Those that are late follow
+in their order, one of them for ``OVERTAKEN`` that overtook it: none waits for ever.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from pilotlight.engine.core.lifecycle import RequestState
 from pilotlight.engine.core.request import Request
 from pilotlight.policy.fairness import FairTurns
 from pilotlight.policy.request import RequestKey
+
+OVERTAKEN = 16
+InTime = Callable[[Request], bool]
+"""Whether a request's first token can still come in time."""
+
+
+class _Own:
+    """What waits of one tenant."""
+
+    def __init__(self) -> None:
+        self.timely: OrderedDict[RequestKey, Request] = OrderedDict()
+        """Or not found late yet."""
+        self.late: OrderedDict[RequestKey, Request] = OrderedDict()
+        self._overtook = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.timely or self.late)
+
+    def first(self, in_time: InTime) -> Request:
+        """Whose turn it is; there is one."""
+        while self.timely:
+            key, request = next(iter(self.timely.items()))
+            if in_time(request):
+                break
+            self.late[key] = self.timely.pop(key)
+        late_first = not self.timely or (self.late and self._overtook >= OVERTAKEN)
+        return next(iter((self.late if late_first else self.timely).values()))
+
+    def serve(self, request: Request) -> None:
+        """Its turn has come."""
+        overtakes = bool(self.late) and request.key in self.timely
+        self._overtook = self._overtook + 1 if overtakes else 0
+
+    def remove(self, key: RequestKey) -> bool:
+        """It leaves; whether it was here."""
+        found = self.timely.pop(key, None) or self.late.pop(key, None)
+        return found is not None
 
 
 class WaitingRow(Collection[Request]):
@@ -23,7 +63,7 @@ class WaitingRow(Collection[Request]):
 
     def __init__(self) -> None:
         self._row: OrderedDict[RequestKey, Request] = OrderedDict()
-        self._tenants: dict[str, OrderedDict[RequestKey, Request]] = {}
+        self._tenants: dict[str, _Own] = {}
         """Those that never ran, by tenant; none is empty."""
         self._turns = FairTurns()
 
@@ -45,26 +85,29 @@ class WaitingRow(Collection[Request]):
         self._row[request.key] = request
         tenant = request.share.tenant
         if tenant not in self._tenants:
-            self._tenants[tenant] = OrderedDict()
+            self._tenants[tenant] = _Own()
             self._turns.begin(tenant)
-        self._tenants[tenant][request.key] = request
+        self._tenants[tenant].timely[request.key] = request
 
     def put_back(self, request: Request) -> None:
         """Was preempted: it is before all others."""
         self._row[request.key] = request
         self._row.move_to_end(request.key, last=False)
 
-    def first(self) -> Request:
+    def first(self, in_time: InTime) -> Request:
         """Whose turn it is; the row is not empty."""
         oldest = next(iter(self._row.values()))
-        if len(self._tenants) < 2 or oldest.state is RequestState.PREEMPTED:
+        if oldest.state is RequestState.PREEMPTED:
             return oldest
-        return next(iter(self._tenants[self._turns.next()].values()))
+        alone = len(self._tenants) == 1
+        tenant = next(iter(self._tenants)) if alone else self._turns.next()
+        return self._tenants[tenant].first(in_time)
 
     def serve(self, request: Request) -> None:
         """Its turn has come: it leaves. What it costs is what it can reach."""
-        share = request.share
-        if request.key in self._tenants.get(share.tenant, ()):
+        share, own = request.share, self._tenants.get(request.share.tenant)
+        if own is not None and request.state is RequestState.WAITING:
+            own.serve(request)
             self._turns.served(share.tenant, request.kv_tokens, share.weight)
         self.remove(request)
 
@@ -73,6 +116,6 @@ class WaitingRow(Collection[Request]):
         del self._row[request.key]
         tenant = request.share.tenant
         own = self._tenants.get(tenant)
-        if own is not None and own.pop(request.key, None) is not None and not own:
+        if own is not None and own.remove(request.key) and not own:
             del self._tenants[tenant]
             self._turns.end(tenant)

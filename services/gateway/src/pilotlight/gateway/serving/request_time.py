@@ -4,6 +4,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.gateway.serving.token_request import TokenRequest
+from pilotlight.policy.request import Promise
 
 
 class RequestTime:
@@ -25,6 +26,14 @@ class RequestTime:
     def left_s(self) -> float:
         """Until the request must have ended."""
         return self._request.deadline_s - self._clock.monotonic_s()
+
+    def promise(self, has_tokens: bool) -> Promise:
+        """What its model's SLO says of it, from now on."""
+        slo, waited_s = self._request.model.slo, self._clock.monotonic_s() - self._request.arrived_s
+        return Promise(
+            first_token_in_s=None if has_tokens else slo.ttft_ms / 1000 - waited_s,
+            token_s=slo.tpot_ms / 1000,
+        )
 
     def held_left_s(self) -> float:
         """Until it is held no longer."""

@@ -312,6 +312,7 @@ class _Life:
             sampling=self._sampling,
             deadline_in_s=left_s if math.isfinite(left_s) else None,
             share=request.share,
+            promise=self._time.promise(bool(self._output_ids)),
         )
 
     def _end(self, attempt: Attempt) -> None:

@@ -82,6 +82,7 @@ def open_device(
             _limits(step_tokens or CUDA_STEP_TOKENS),
             gather_s=CUDA_GATHER_S,
             chunk_tokens=CUDA_CHUNK_TOKENS,
+            keep_promises=True,
         )
         return _open_cuda(limits, device_bytes, clock)
     return OpenDevice(

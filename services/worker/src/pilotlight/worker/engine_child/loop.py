@@ -308,6 +308,7 @@ class ChildLoop:
                 None if command.deadline_in_s is None else sent_s + command.deadline_in_s,
                 vocabulary=command.vocabulary,
                 share=command.share,
+                promise=command.promise,
                 **self._pipelines.moved(command),
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
