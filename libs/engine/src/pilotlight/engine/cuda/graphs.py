@@ -14,6 +14,7 @@ moves. The longer range has graphs of its own, supplied as it is used.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.policy.model import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -85,6 +87,57 @@ class GraphSupplier(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
+        ...
+
+
+class DecodeSteps(Protocol):
+    """A stage's captured decode steps. ``cuda.runner.CudaRangeRunner`` has them."""
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Addresses of what they read and write beside parameters, KV and the graph pool."""
+        ...
+
+    @property
+    def has_trials(self) -> bool:
+        """They are the steps of a whole model of which trials can be run (``cuda.trials``)."""
+        ...
+
+    def trial_inputs(self, rows: int) -> AbstractContextManager[None]:
+        """Within it, a trial is what a step of so many rows runs."""
+        ...
+
+    def trial(self, rows: int) -> Tensor:
+        """Runs a trial as any other step; its logits, valid until the next run."""
+        ...
+
+    def kind_of(self, rows: int) -> Kind:
+        """The whole model's decode step of a size."""
+        ...
+
+    def logits(self, rows: int) -> Tensor:
+        """Where captured steps of so many rows leave theirs."""
+        ...
+
+
+class GraphPlan(Protocol):
+    """What is to become of a stage's graphs, if they are not only captured as they are used."""
+
+    def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
+        """What gives the stage its graphs; called once, before there are any steps.
+
+        Args:
+            memory: the stage's.
+            scratch: the slot's.
+        """
+        ...
+
+    def begin(self, steps: DecodeSteps, graphs: "GraphSet") -> None:
+        """The stage has its steps; called once."""
+        ...
+
 
 class GraphSet:
     """The graphs of one stage.
@@ -144,6 +197,7 @@ class GraphSet:
         # method ends.
         for graph in self.graphs.values():
             graph.reset()
+        self._supplier.close()
         self._steps.clear()
         self._logits = None
         self._scratch.graphs.close()
