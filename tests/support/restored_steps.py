@@ -23,11 +23,11 @@ import torch
 from random_models import random_parts, source_of, spec_of
 
 from pilotlight.common.messages.codec import decode_json, encode_json
-from pilotlight.engine.compute import compute_on
+from pilotlight.engine.compute import GraphPlan, compute_on
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.graphs import SIZES, GraphPlan
+from pilotlight.engine.cuda.graphs import SIZES
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
 from pilotlight.engine.cuda.trials import digest_of

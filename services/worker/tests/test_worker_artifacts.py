@@ -39,7 +39,7 @@ from pilotlight.policy.materialized import (
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.testing import environment
-from pilotlight.worker.artifacts import MANIFEST, Refused, checked
+from pilotlight.worker.artifacts import MANIFEST, Found, Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
@@ -296,9 +296,9 @@ async def test_what_is_listed_is_given_to_the_engine_once_it_is_found(
     artifacts = rig.worker.artifacts
     assert artifacts is not None
     listing.found = ArtifactsFound(artifacts=())
-    assert await artifacts.of(rig.a_hold("inst-2")), "it is remembered"
+    assert (await artifacts.of(rig.a_hold("inst-2"))).manifest, "it is remembered"
     artifacts.on_engine_died(RestoreFailed.code)
-    assert await artifacts.of(rig.a_hold("inst-3")) == b"", "and not trusted any more"
+    assert await artifacts.of(rig.a_hold("inst-3")) == Found(), "and not trusted any more"
     artifacts.forget(Fingerprint.of(HERE, rig.model).digest)
-    assert await artifacts.of(rig.a_hold("inst-4")) == b"", "it is looked for again"
+    assert await artifacts.of(rig.a_hold("inst-4")) == Found(), "it is looked for again"
     assert restores(rig)["none", ""] == 1.0

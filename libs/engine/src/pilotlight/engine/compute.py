@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
+from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.encoder_runner import EncoderRunner, tell_finite
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.logits import SampleSpec
@@ -19,7 +20,7 @@ from pilotlight.engine.models.encoder import Encoder
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
-    from pilotlight.engine.cuda.graphs import GraphPlan
+    from pilotlight.engine.cuda.graphs import DecodeSteps, GraphSet, GraphSupplier
 
 Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
 """Samples one token from each row of logits; see ``device.sampler.sample``."""
@@ -67,11 +68,28 @@ class Compute:
     """Gives back what it holds beside the stage's memory, before that goes."""
 
 
+class GraphPlan(Protocol):
+    """What is to become of a stage's graphs, if they are not only captured as they are used."""
+
+    def supplier(self, memory: StageMemory, scratch: Scratch) -> "GraphSupplier":
+        """What gives the stage its graphs; called once, before there are any steps.
+
+        Args:
+            memory: the stage's.
+            scratch: the slot's.
+        """
+        ...
+
+    def begin(self, steps: "DecodeSteps", graphs: "GraphSet") -> None:
+        """The stage has its steps; called once."""
+        ...
+
+
 def compute_on(
     memory: StageMemory,
     parameters: Parameters,
     kv: KvCache,
-    plan: "GraphPlan | None" = None,
+    plan: GraphPlan | None = None,
 ) -> Compute:
     """What a stage needs on the device that its memory is on.
 

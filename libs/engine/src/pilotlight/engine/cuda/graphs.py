@@ -23,7 +23,6 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.device.arena_protocol import Scratch
-from pilotlight.engine.device.memory import StageMemory
 from pilotlight.policy.model import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -119,23 +118,6 @@ class DecodeSteps(Protocol):
 
     def logits(self, rows: int) -> Tensor:
         """Where captured steps of so many rows leave theirs."""
-        ...
-
-
-class GraphPlan(Protocol):
-    """What is to become of a stage's graphs, if they are not only captured as they are used."""
-
-    def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
-        """What gives the stage its graphs; called once, before there are any steps.
-
-        Args:
-            memory: the stage's.
-            scratch: the slot's.
-        """
-        ...
-
-    def begin(self, steps: DecodeSteps, graphs: "GraphSet") -> None:
-        """The stage has its steps; called once."""
         ...
 
 

@@ -15,7 +15,7 @@ import torch
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.graphs import SIZES, DecodeSteps, GraphSet, GraphSupplier
-from pilotlight.engine.cuda.restored import places_of
+from pilotlight.engine.cuda.restored import POISON, places_of
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
@@ -24,9 +24,6 @@ from pilotlight.native.library import NativeError
 from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, Trial
 
 log = structlog.get_logger()
-
-POISON = 0xFF
-"""What the graph pool is filled with: not a number in every dtype, and no address."""
 
 
 class NotRecorded(Exception):

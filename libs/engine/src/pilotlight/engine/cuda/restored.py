@@ -44,6 +44,8 @@ WAIT_S = 2.0
 """A step waits no longer for its graph: then it runs eagerly, and the next one asks again."""
 CLOSE_S = 10.0
 """For the graph that is being made when the stage goes."""
+POISON = 0xFF
+"""No number in any dtype, and no address."""
 SEGMENT_BYTES, LEAST_BYTES = 2 << 20, 20 << 20
 """torch takes segments in multiples of the one; what is as long as the other has its own."""
 
@@ -163,6 +165,19 @@ class RestoredGraphs:
         self._prove(kind.rows)
         assert self._device is not None
         return GraphStep(RestoredGraph(self._device, kind.rows), output())
+
+    def prove(self) -> None:
+        """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
+        the stage is in place.
+
+        Raises:
+            RestoreFailed: one does not give what was recorded, or the driver refused one.
+        """
+        if self._steps is None or self._memory is None or self._refused is not None:
+            return
+        for rows in self._recorded:
+            self._memory.graph_pool_bytes(self._layout.pool_bytes).fill_(POISON)
+            self._steps.trial(rows)
 
     def close(self) -> None:
         """See ``GraphSupplier``."""
