@@ -8,6 +8,7 @@ must not matter, which is proved here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import structlog
 import torch
@@ -118,17 +119,9 @@ class GraphRecorder:
                 raise NotRecorded("permanent", f"{rows} rows need what lies in the graph pool")
 
     def _dump(self, memory: StageMemory, steps: DecodeSteps) -> GraphDump:
-        arena = memory.arena
-        assert isinstance(arena, CudaArena)
-        assert self._graphs is not None
-        captured = self._graphs.graphs
-        handles: dict[int, int] = {}
-        for rows in self._sizes:
-            graph = captured[steps.kind_of(rows)]
-            assert isinstance(graph, torch.cuda.CUDAGraph)
-            handles[rows] = graph.raw_cuda_graph()
         try:
-            dump = dump_graphs(handles, arena.native_arena)
+            # The arena is a device's: nothing else has graphs.
+            dump = dump_graphs(self._handles(steps), cast("CudaArena", memory.arena).native_arena)
         except NativeError as error:
             raise NotRecorded("nodes", str(error)) from error
         if dump.addresses_outside:
@@ -138,6 +131,16 @@ class GraphRecorder:
         if len(dump.archive) > MAX_GRAPHS_BYTES:
             raise NotRecorded("size", f"the graphs have {len(dump.archive)} bytes")
         return dump
+
+    def _handles(self, steps: DecodeSteps) -> dict[int, int]:
+        """The driver's, by rows."""
+        assert self._graphs is not None
+        handles: dict[int, int] = {}
+        for rows in self._sizes:
+            graph = self._graphs.graphs[steps.kind_of(rows)]
+            assert isinstance(graph, torch.cuda.CUDAGraph)
+            handles[rows] = graph.raw_cuda_graph()
+        return handles
 
 
 def _facts(dump: GraphDump) -> dict[str, int]:
