@@ -222,5 +222,4 @@ class Artifact:
     @property
     def graphs_blob(self) -> Blob | None:
         """The graphs' object."""
-        found = (one for one in self.blobs if one.kind == GRAPHS)
-        return None if self.graphs is None else next(found, None)
+        return next((one for one in self.blobs if one.kind == GRAPHS), None)

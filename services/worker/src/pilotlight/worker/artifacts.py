@@ -215,8 +215,9 @@ class Artifacts:
         """Where the graphs of an artifact are; empty where they are not here in time: then they are
         for the next start.
         """
-        blob = decode_json(manifest, Artifact).graphs_blob
-        if blob is None:
+        artifact = decode_json(manifest, Artifact)
+        blob = artifact.graphs_blob
+        if blob is None or artifact.graphs is None:
             return ""
         path = self._files.path_of(blob)
         if not path:
