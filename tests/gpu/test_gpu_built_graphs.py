@@ -171,7 +171,9 @@ async def test_what_a_worker_builds_another_child_restores(
 
     flipped = bytearray(archive)
     flipped[len(flipped) // 2] ^= 1
-    places = tuple((name, place + 512) for name, place in layout_of(made.manifest).places)
+    places = tuple(
+        replace(place, address=place.address + 512) for place in layout_of(made.manifest).places
+    )
     ways: tuple[tuple[bytes, bytes | None, str], ...] = (
         (made.manifest, bytes(flipped), "graphs_digest"),
         (made.manifest, archive[:-1], "graphs_size"),

@@ -17,11 +17,16 @@ from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.library import NativeError
-from pilotlight.policy.materialized import GraphLayout, Trial
+from pilotlight.policy.materialized import GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Stage
 
 WHOLE = Stage(0, 4)
 POOL_BYTES, VOCAB, DEADLINE_S = 1 << 20, 32, 10.0
+
+
+def places_in(addresses: dict[str, int]) -> tuple[GraphPlace, ...]:
+    """As a layout has them."""
+    return tuple(GraphPlace(name=name, address=addresses[name]) for name in sorted(addresses))
 
 
 class StandInPool:
@@ -133,7 +138,7 @@ class RestoredRig:
         self.wait_s = wait_s
         self.layout = GraphLayout(
             slot=3,
-            places=tuple(sorted(places_of(self.steps).items())),
+            places=places_in(places_of(self.steps)),
             pool_bytes=POOL_BYTES,
             trials=tuple(Trial(rows=rows, digest=self.recorded(rows)) for rows in sizes),
         )

@@ -81,7 +81,7 @@ def test_what_is_recorded_says_where_everything_lies(recording: Recording) -> No
     assert recording.order == [4, 2, 1], "the largest first"
     assert made.layout.slot == 3
     assert made.layout.pool_bytes == POOL_BYTES
-    assert dict(made.layout.places).keys() == {"metadata", "logits"}
+    assert made.layout.addresses.keys() == {"metadata", "logits"}
     assert [trial.rows for trial in made.layout.trials] == [1, 2, 4]
     assert len({trial.digest for trial in made.layout.trials}) == 3
     assert all(isinstance(trial, Trial) for trial in made.layout.trials)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig
+from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
 
 from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.restored import GraphsRefused
@@ -108,8 +108,8 @@ def opened_with(error: Exception) -> Any:
 
 def elsewhere(name: str) -> Any:
     def change(rig: RestoredRig) -> None:
-        places = {**dict(rig.layout.places), name: 1}
-        rig.layout = replace(rig.layout, places=tuple(sorted(places.items())))
+        places = places_in({**rig.layout.addresses, name: 1})
+        rig.layout = replace(rig.layout, places=places)
 
     return change
 

@@ -14,6 +14,7 @@ from pilotlight.policy.materialized import (
     Environment,
     Fingerprint,
     GraphLayout,
+    GraphPlace,
     Layout,
     PrefillTime,
     Profile,
@@ -102,7 +103,10 @@ def test_what_starts_have_shown_stays() -> None:
 
 
 def test_a_layout_of_graphs_names_the_first_place_that_is_elsewhere() -> None:
-    layout = GraphLayout(slot=3, places=(("hidden", 16), ("words", 32)), pool_bytes=1, trials=())
+    places = tuple(
+        GraphPlace(name=name, address=address) for name, address in (("hidden", 16), ("words", 32))
+    )
+    layout = GraphLayout(slot=3, places=places, pool_bytes=1, trials=())
     assert layout.differs(3, {"words": 32, "hidden": 16}) is None
     assert layout.differs(4, {"words": 32, "hidden": 16}) == "slot"
     assert layout.differs(3, {"words": 33, "hidden": 17}) == "hidden"

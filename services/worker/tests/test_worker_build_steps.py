@@ -16,7 +16,15 @@ from pilotlight.common.messages.engine import EngineUp
 from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, Fingerprint, GraphLayout, Trial
+from pilotlight.policy.materialized import (
+    GRAPHS,
+    Artifact,
+    Blob,
+    Fingerprint,
+    GraphLayout,
+    GraphPlace,
+    Trial,
+)
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_session import BuildSession, Outcome
 from pilotlight.worker.build_steps import Built, build
@@ -28,7 +36,7 @@ ARCHIVE = b"archive of graphs"
 BLOB = Blob(kind=GRAPHS, digest=Digest(blake3(ARCHIVE).hexdigest()), size_bytes=len(ARCHIVE))
 LAYOUT = GraphLayout(
     slot=3,
-    places=(("logits", 1),),
+    places=(GraphPlace(name="logits", address=1),),
     pool_bytes=1 << 20,
     trials=(Trial(rows=1, digest="a"), Trial(rows=2, digest="b")),
 )

@@ -26,7 +26,7 @@ from pilotlight.common.testing import until
 from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, Trial
+from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Model
 from pilotlight.worker import artifacts as artifacts_module
 from pilotlight.worker.engine_child.graphs import ArchiveFile, GraphPlans
@@ -35,7 +35,10 @@ from pilotlight.worker.testing import MakeRig, Rig
 
 ARCHIVE = bytes(range(256)) * 40
 LAYOUT = GraphLayout(
-    slot=3, places=(("logits", 1),), pool_bytes=1 << 20, trials=(Trial(rows=1, digest="a"),)
+    slot=3,
+    places=(GraphPlace(name="logits", address=1),),
+    pool_bytes=1 << 20,
+    trials=(Trial(rows=1, digest="a"),),
 )
 
 

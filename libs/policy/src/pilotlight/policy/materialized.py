@@ -174,6 +174,14 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlace:
+    """Something that captured steps read or write at a fixed place."""
+
+    name: str
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GraphLayout:
     """Where captured decode steps expect everything, and what each of them gave.
 
@@ -182,12 +190,17 @@ class GraphLayout:
 
     slot: int
     """Of the arena."""
-    places: tuple[tuple[str, int], ...]
-    """Addresses of what the steps read and write beside parameters and KV, by name."""
+    places: tuple[GraphPlace, ...]
+    """What the steps read and write beside parameters and KV."""
     pool_bytes: int
     """Of the slot's graph pool, from its beginning: all that a step writes in passing."""
     trials: tuple[Trial, ...]
     """One for each graph, rows rising."""
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Of all places, by name."""
+        return {place.name: place.address for place in self.places}
 
     def differs(self, slot: int, places: Mapping[str, int]) -> str | None:
         """The name of the first place that is elsewhere here; None: all are where they were.
@@ -198,7 +211,7 @@ class GraphLayout:
         """
         if slot != self.slot:
             return "slot"
-        recorded = dict(self.places)
+        recorded = self.addresses
         names = sorted({*recorded, *places})
         return next((name for name in names if recorded.get(name) != places.get(name)), None)
 

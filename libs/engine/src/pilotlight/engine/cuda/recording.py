@@ -22,7 +22,7 @@ from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.graphs import GraphDump, dump_graphs
 from pilotlight.native.library import NativeError
-from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, Trial
+from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, GraphPlace, Trial
 
 log = structlog.get_logger()
 
@@ -89,7 +89,10 @@ class GraphRecorder:
         return RecordedGraphs(
             GraphLayout(
                 slot=memory.slot_number,
-                places=tuple(sorted(places_of(steps).items())),
+                places=tuple(
+                    GraphPlace(name=name, address=address)
+                    for name, address in sorted(places_of(steps).items())
+                ),
                 pool_bytes=pool_bytes,
                 trials=tuple(Trial(rows=rows, digest=found[rows]) for rows in self._sizes),
             ),

@@ -205,7 +205,7 @@ class RestoredGraphs:
         slot = self._memory.slot_number
         field = self._layout.differs(slot, places)
         if field is not None:
-            recorded = {**dict(self._layout.places), "slot": self._layout.slot}
+            recorded = {**self._layout.addresses, "slot": self._layout.slot}
             here = {**places, "slot": slot}
             raise GraphsRefused(
                 field, f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded"
