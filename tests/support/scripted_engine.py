@@ -71,6 +71,7 @@ class ScriptedEngine:
         dtype: Any,
         device_bytes: int,
         slot: int | None = None,
+        plan: Any = None,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error

@@ -64,6 +64,10 @@ class Restored:
             kind: GraphStep(Graph(), torch.full((1,), float(kind.rows))) for kind in kinds
         }
         self.asked: list[Kind] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
@@ -220,4 +224,5 @@ def test_closing_resets_every_graph_and_closes_their_pool(eager: Pool) -> None:
     assert [run(graphs, kind) for kind in (ONE, TWO)] == ["replayed", "replayed"]
     graphs.close()
     assert [cast("Graph", step.graph).is_reset for step in supplier.there.values()] == [True, True]
+    assert supplier.closed, "its memory lies in the pool"
     assert (dict(graphs.graphs), cast("Pool", scratch.graphs).closed) == ({}, True)

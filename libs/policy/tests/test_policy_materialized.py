@@ -13,6 +13,8 @@ from pilotlight.policy.materialized import (
     DecodeTime,
     Environment,
     Fingerprint,
+    GraphLayout,
+    GraphPlace,
     Layout,
     PrefillTime,
     Profile,
@@ -98,3 +100,15 @@ def test_what_starts_have_shown_stays() -> None:
         load_bytes_per_s=0.0, prefill=(PrefillTime(tokens=100, seconds=1.0),), decode=()
     )
     assert seeded(before, [(MODEL, DeviceKind.CPU, profile)]) == (before, 0)
+
+
+def test_a_layout_of_graphs_names_the_first_place_that_is_elsewhere() -> None:
+    places = tuple(
+        GraphPlace(name=name, address=address) for name, address in (("hidden", 16), ("words", 32))
+    )
+    layout = GraphLayout(slot=3, places=places, pool_bytes=1, trials=())
+    assert layout.differs(3, {"words": 32, "hidden": 16}) is None
+    assert layout.differs(4, {"words": 32, "hidden": 16}) == "slot"
+    assert layout.differs(3, {"words": 33, "hidden": 17}) == "hidden"
+    assert layout.differs(3, {"hidden": 16}) == "words", "one that is not here"
+    assert layout.differs(3, {"hidden": 16, "prompt": 1, "words": 32}) == "prompt", "a new one"

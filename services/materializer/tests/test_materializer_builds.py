@@ -3,7 +3,7 @@ once or not at all, collected.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,14 @@ from pilotlight.materializer.coordination import Upkeep
 from pilotlight.materializer.settings import MaterializerSettings
 from pilotlight.policy.ids import Digest, WorkerId
 from pilotlight.policy.materialized import (
+    GRAPHS,
+    MAX_GRAPHS_BYTES,
     Artifact,
     Blob,
     Canary,
     DecodeTime,
+    GraphLayout,
+    GraphPlace,
     Layout,
     PrefillTime,
     Profile,
@@ -331,6 +335,53 @@ async def test_auto_is_built_for_each_new_environment(rig: Rig, owner: Any) -> N
     other = await rig.claim(driver="590")
     assert other is not None
     assert other.fingerprint != one.fingerprint
+
+
+async def test_graphs_are_listed_signed_and_collected_with_their_manifest(
+    rig: Rig, owner: Any
+) -> None:
+    one = await claimed(rig)
+    graphs = b"graphs" * 100
+    blob = Blob(kind=GRAPHS, digest=Digest(blake3(graphs).hexdigest()), size_bytes=len(graphs))
+    layout = GraphLayout(
+        slot=3, places=(GraphPlace(name="logits", address=7),), pool_bytes=9, trials=()
+    )
+    assert await rig.report(one, blobs=(blob.digest,))
+    key = artifact_key(blob.digest)
+    await rig.store.put_if_absent(key, graphs)
+    for changes in ({"graphs": layout}, {"blobs": (blob,)}):
+        with pytest.raises(CallerError, match="or neither"):
+            await rig.finish(one, **changes)
+    large = replace(blob, size_bytes=MAX_GRAPHS_BYTES + 1)
+    with pytest.raises(CallerError, match="at most"):
+        await rig.finish(one, blobs=(large,), graphs=layout)
+    await rig.finish(one, blobs=(blob,), graphs=layout)
+    message = FindArtifacts(fingerprint=one.fingerprint.digest)
+    found = await rig.bus.request(
+        FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S
+    )
+    listed = {info.kind: info.blob_digest for info in found.artifacts}
+    assert listed.keys() == {"manifest", GRAPHS}
+    assert listed[GRAPHS] == blob.digest
+    await rig.upkeep.once()
+    assert await rig.store.exists(key), "what is listed stays"
+    with owner.begin() as connection:
+        connection.execute(delete(tables.models))
+    await rig.upkeep.once()
+    assert not await rig.store.exists(key)
+
+
+async def test_graphs_of_a_build_that_came_to_nothing_are_removed(rig: Rig) -> None:
+    one = await claimed(rig)
+    graphs = b"graphs" * 100
+    digest = Digest(blake3(graphs).hexdigest())
+    assert await rig.report(one, blobs=(digest,))
+    await rig.store.put_if_absent(artifact_key(digest), graphs)
+    await rig.upkeep.once()
+    assert await rig.store.exists(artifact_key(digest)), "the build goes on"
+    assert await rig.end(one, yielded=True)
+    await rig.upkeep.once()
+    assert not await rig.store.exists(artifact_key(digest))
 
 
 async def test_artifacts_of_a_model_that_is_gone_go_with_their_objects(

@@ -10,73 +10,33 @@ from typing import Any
 
 import msgspec
 import pytest
-from blake3 import blake3
+from artifact_listing import HERE, Listing, an_artifact, restores, signed
 
-from pilotlight.common.artifact_signing import sign
 from pilotlight.common.errors import RestoreFailed
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
-    ArtifactInfo,
     ArtifactsFound,
     FindArtifacts,
 )
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
-from pilotlight.common.store import ObjectStore, artifact_key
+from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
 from pilotlight.engine.results import StageRoom
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import (
     Artifact,
-    Canary,
-    DecodeTime,
     Fingerprint,
-    Layout,
-    PrefillTime,
-    Profile,
 )
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
-from pilotlight.policy.testing import environment
-from pilotlight.worker.artifacts import MANIFEST, Refused, checked
+from pilotlight.worker.artifacts import Found, Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
 MUTATIONS = int(os.environ.get("PILOTLIGHT_FUZZ_MUTATIONS", "5000"))
 """More of them: ``PILOTLIGHT_FUZZ_MUTATIONS=1000000 pytest`` on this file."""
-HERE = environment()
-
-
-def an_artifact(model: Model, **changes: Any) -> Artifact:
-    made = Artifact(
-        format=1,
-        fingerprint=Fingerprint.of(HERE, model),
-        layout=Layout(
-            device_bytes=1 << 20,
-            parameter_bytes=1 << 18,
-            kv_bytes_per_token=128,
-            kv_capacity_tokens=4096,
-        ),
-        profile=Profile(
-            load_bytes_per_s=1e9,
-            prefill=(PrefillTime(tokens=16, seconds=0.1),),
-            decode=(DecodeTime(batch=1, context_tokens=16, seconds=0.1),),
-        ),
-        canary=Canary(prompt_ids=(1, 2, 3), output_ids=(4, 5)),
-    )
-    return replace(made, **changes)
-
-
-def signed(fingerprint: Digest, data: bytes, **changes: Any) -> ArtifactInfo:
-    fields: Any = {
-        "fingerprint": fingerprint,
-        "kind": MANIFEST,
-        "blob_digest": Digest(blake3(data).hexdigest()),
-        "size_bytes": len(data),
-        **changes,
-    }
-    return ArtifactInfo(**fields, signature=sign(CLUSTER_KEY.encode(), **fields))
 
 
 def with_driver(artifact: Artifact, driver: str = "other") -> Artifact:
@@ -157,24 +117,6 @@ def test_each_field_of_a_signature_matters(model: Model) -> None:
         checked(signed(Digest("0" * 64), data), data, good.fingerprint, key)
 
 
-class Listing:
-    """What the materializer says is listed."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self.store = store
-        self.found = ArtifactsFound(artifacts=())
-
-    async def find(self, request: FindArtifacts) -> ArtifactsFound:
-        return self.found
-
-    async def lists(self, artifact: Artifact, **changes: Any) -> ArtifactInfo:
-        data = encode_json(artifact)
-        info = signed(artifact.fingerprint.digest, data, **changes)
-        await self.store.put_if_absent(artifact_key(info.blob_digest), data)
-        self.found = ArtifactsFound(artifacts=(info,))
-        return info
-
-
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig()
@@ -188,15 +130,6 @@ async def listing(rig: Rig, connect_bus: Any) -> Listing:
     bus = await connect_bus("materializer")
     await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
     return made
-
-
-def restores(rig: Rig) -> dict[tuple[str, str], float]:
-    (family,) = rig.worker.core.metrics.restores.collect()
-    return {
-        (sample.labels["outcome"], sample.labels["field"]): sample.value
-        for sample in family.samples
-        if sample.name.endswith("_total")
-    }
 
 
 async def foreign(listing: Listing, good: Artifact) -> None:
@@ -296,9 +229,9 @@ async def test_what_is_listed_is_given_to_the_engine_once_it_is_found(
     artifacts = rig.worker.artifacts
     assert artifacts is not None
     listing.found = ArtifactsFound(artifacts=())
-    assert await artifacts.of(rig.a_hold("inst-2")), "it is remembered"
+    assert (await artifacts.of(rig.a_hold("inst-2"))).manifest, "it is remembered"
     artifacts.on_engine_died(RestoreFailed.code)
-    assert await artifacts.of(rig.a_hold("inst-3")) == b"", "and not trusted any more"
+    assert await artifacts.of(rig.a_hold("inst-3")) == Found(), "and not trusted any more"
     artifacts.forget(Fingerprint.of(HERE, rig.model).digest)
-    assert await artifacts.of(rig.a_hold("inst-4")) == b"", "it is looked for again"
+    assert await artifacts.of(rig.a_hold("inst-4")) == Found(), "it is looked for again"
     assert restores(rig)["none", ""] == 1.0

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
@@ -21,7 +20,7 @@ from pilotlight.engine.models.encoder import Encoder
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
-    from pilotlight.engine.cuda.graphs import GraphSupplier
+    from pilotlight.engine.cuda.graphs import DecodeSteps, GraphSet, GraphSupplier
 
 Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
 """Samples one token from each row of logits; see ``device.sampler.sample``."""
@@ -69,11 +68,28 @@ class Compute:
     """Gives back what it holds beside the stage's memory, before that goes."""
 
 
+class GraphPlan(Protocol):
+    """What is to become of a stage's graphs, if they are not only captured as they are used."""
+
+    def supplier(self, memory: StageMemory, scratch: Scratch) -> "GraphSupplier":
+        """What gives the stage its graphs; called once, before there are any steps.
+
+        Args:
+            memory: the stage's.
+            scratch: the slot's.
+        """
+        ...
+
+    def begin(self, steps: "DecodeSteps", graphs: "GraphSet") -> None:
+        """The stage has its steps; called once."""
+        ...
+
+
 def compute_on(
     memory: StageMemory,
     parameters: Parameters,
     kv: KvCache,
-    supplier_of: "Callable[[torch.device, Scratch], GraphSupplier] | None" = None,
+    plan: GraphPlan | None = None,
 ) -> Compute:
     """What a stage needs on the device that its memory is on.
 
@@ -81,8 +97,8 @@ def compute_on(
         memory: the stage's.
         parameters: the stage's.
         kv: the stage's.
-        supplier_of: makes what gives the stage its graphs, where the device has any. None: they are
-            captured as they are used.
+        plan: for the stage's graphs, where the device has any. None: they are captured as they are
+            used.
 
     Raises:
         UnsupportedModel: the device does not run the stage's dtype.
@@ -102,9 +118,14 @@ def compute_on(
 
     scratch = memory.scratch()
     assert scratch is not None, "an arena on a CUDA device has scratch memory"
-    graphs = GraphSet(device, scratch, (supplier_of or CaptureOnSecondUse)(device, scratch))
+    supplier = (
+        CaptureOnSecondUse(device, scratch) if plan is None else plan.supplier(memory, scratch)
+    )
+    graphs = GraphSet(device, scratch, supplier)
     try:
         runner = CudaRangeRunner(memory, parameters, kv, scratch.eager, graphs=graphs)
+        if plan is not None:
+            plan.begin(runner, graphs)
     except BaseException:
         graphs.close()
         raise

@@ -7,6 +7,7 @@ import torch
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine import extension
 from pilotlight.engine.channel.channel import Channel, wait_for_any
+from pilotlight.engine.compute import GraphPlan
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.request import Request
@@ -51,8 +52,7 @@ class Engine:
         limits: BatchLimits | None = None,
         arena: Arena | None = None,
     ) -> None:
-        """Takes the process over for torch: the number of threads is a setting of the process, not
-        of this object.
+        """Takes the process over for torch, whose number of threads is a setting of the process.
 
         Args:
             threads: that torch computes with.
@@ -117,6 +117,7 @@ class Engine:
         dtype: Dtype,
         device_bytes: int,
         slot: int | None = None,
+        plan: GraphPlan | None = None,
     ) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
 
@@ -127,6 +128,7 @@ class Engine:
             dtype: in which it runs.
             device_bytes: for its parameters and KV.
             slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
+            plan: see ``compute_on``.
 
         Raises:
             UnsupportedModel: no decoder runs it.
@@ -136,7 +138,7 @@ class Engine:
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
         resident = ResidentStage(
-            instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot
+            instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
         )
         self._stages[instance_id] = resident
         return resident.room

@@ -16,7 +16,8 @@
     │   ├── PeerSilent                                     it did not answer, or took nothing, in time
     │   └── PeerRefused          peer_refused              the two do not take each other for nodes of one cluster
     └── EngineFailed             engine_failed             the model computed nonsense, or a bug of ours
-        └── OutOfDeviceMemory                              a batch needs more than the device has beside its models
+        ├── OutOfDeviceMemory                              a batch needs more than the device has beside its models
+        └── RestoreFailed        restore_failed            a restored graph is not what was recorded
 
 The codes are those of ``pilotlight.common.errors``; the engine raises none of those errors. A
 gateway takes an unknown code for one where trying again can help.
@@ -118,3 +119,11 @@ class EngineFailed(EngineError):
 
 class OutOfDeviceMemory(EngineFailed):
     """The device has no memory for what a batch needs beside parameters and KV."""
+
+
+class RestoreFailed(EngineFailed):
+    """The device does not take a restored graph, or the graph does not give what was recorded: the
+    process may have written anywhere.
+    """
+
+    code = "restore_failed"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel
-from pilotlight.engine.compute import compute_on
+from pilotlight.engine.compute import GraphPlan, compute_on
 from pilotlight.engine.core.admission import check_request
 from pilotlight.engine.core.batch import Batch, Plan
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
@@ -70,6 +70,7 @@ class ResidentStage:
         limits: BatchLimits,
         arena: Arena,
         slot: int | None = None,
+        plan: GraphPlan | None = None,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(
@@ -89,19 +90,20 @@ class ResidentStage:
         self.vouched = False
         """Its parts were whole when they were copied (``Engine.vouch``)."""
         self.room = divide(arena, decoder, stage, dtype, device_bytes)
-        num_blocks = self.room.kv_capacity_tokens // BLOCK_TOKENS
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
         self.parameters = Parameters(self.memory)
         try:
-            self.kv = KvCache(self.memory, num_blocks)
-            self._compute = compute_on(self.memory, self.parameters, self.kv)
+            self.kv = KvCache(self.memory, self.num_blocks)
+            self._compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
             self.memory.close()
             raise
         self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
-        tables = BlockTables(BlockPool(num_blocks), instance_id, prefix_cache=limits.prefix_cache)
+        tables = BlockTables(
+            BlockPool(self.num_blocks), instance_id, prefix_cache=limits.prefix_cache
+        )
         self.scheduler = BatchScheduler(tables, limits, whole_prompts=spec.encoder is not None)
         self._has_sampled = False
         self._under_way: UnderWay | None = None
@@ -161,11 +163,10 @@ class ResidentStage:
     @property
     def grown(self) -> GrownStage:
         """What is told of a stage that has its longer range."""
-        capacity_tokens = self.scheduler.kv_capacity_tokens
         return GrownStage(
             instance_id=self.instance_id,
             stage=self.target or self.stage,
-            kv_capacity_tokens=capacity_tokens,
+            kv_capacity_tokens=self.scheduler.kv_capacity_tokens,
         )
 
     @property

@@ -6,6 +6,7 @@ only if every field is equal; the first that differs is what is told.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
@@ -15,6 +16,10 @@ from pilotlight.policy.model import Dtype, Model
 
 FORMAT = 1
 """Of artifacts; others are refused."""
+GRAPHS = "graphs"
+"""The kind of blob that holds captured steps and their kernels."""
+MAX_GRAPHS_BYTES = 128 << 20
+"""Of such a blob. 35 graphs of 600 nodes with the kernels that they use have some 20 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +163,60 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one captured step gave for its trial: a fixed step that neither reads nor writes the
+    cache (``engine.cuda.trials``).
+    """
+
+    rows: int
+    digest: str
+    """Of every bit of its logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphPlace:
+    """Something that captured steps read or write at a fixed place."""
+
+    name: str
+    address: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLayout:
+    """Where captured decode steps expect everything, and what each of them gave.
+
+    The graphs themselves are the blob of kind ``GRAPHS``.
+    """
+
+    slot: int
+    """Of the arena."""
+    places: tuple[GraphPlace, ...]
+    """What the steps read and write beside parameters and KV."""
+    pool_bytes: int
+    """Of the slot's graph pool, from its beginning: all that a step writes in passing."""
+    trials: tuple[Trial, ...]
+    """One for each graph, rows rising."""
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Of all places, by name."""
+        return {place.name: place.address for place in self.places}
+
+    def differs(self, slot: int, places: Mapping[str, int]) -> str | None:
+        """The name of the first place that is elsewhere here; None: all are where they were.
+
+        Args:
+            slot: that the stage lies in.
+            places: as its steps have them.
+        """
+        if slot != self.slot:
+            return "slot"
+        recorded = self.addresses
+        names = sorted({*recorded, *places})
+        return next((name for name in names if recorded.get(name) != places.get(name)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     """The manifest of one artifact."""
 
@@ -167,4 +226,13 @@ class Artifact:
     profile: Profile
     canary: Canary
     blobs: tuple[Blob, ...] = ()
-    """Graphs and kernels; none where nothing is captured."""
+    """Graphs with their kernels; none where nothing is captured."""
+    graphs: GraphLayout | None = None
+    """Of the graphs, where there are any."""
+    graphs_refused: str = ""
+    """Why there are none on a device that could have them, by name."""
+
+    @property
+    def graphs_blob(self) -> Blob | None:
+        """The graphs' object."""
+        return next((one for one in self.blobs if one.kind == GRAPHS), None)

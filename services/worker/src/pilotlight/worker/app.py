@@ -158,11 +158,16 @@ class _Builder:
             log_path=log_file(context.settings.log_dir, f"build-{worker_id}.log"),
             faults="",
         )
+
+        def make_engine(*, record_images: bool) -> EngineClient:
+            made_for = replace(options, record_images=record_images)
+            return ProcessEngine(made_for, clock=context.clock)
+
         return Builds(
             worker.core,
             lambda: worker.stages.held,
             source,
-            lambda: ProcessEngine(options, clock=context.clock),
+            make_engine,
             worker.artifacts or Artifacts(worker.core, context.store, None),
             context.store,
             context.settings.build_idle_s,

@@ -5,7 +5,10 @@ byte from what is asked for, is refused by the name of that, counted, told as an
 start computes everything itself.
 """
 
+import asyncio
 from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 from blake3 import blake3
@@ -21,18 +24,22 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event, event_subject
+from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
-from pilotlight.policy.ids import Digest
-from pilotlight.policy.materialized import FORMAT, Artifact, Fingerprint, first_difference
+from pilotlight.policy.ids import Digest, InstanceId, ModelName
+from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.graph_files import GraphFiles, WrongArchive
 
 log = structlog.get_logger()
 
 MANIFEST = "manifest"
 FIND_S = 0.5
 """A start waits no longer than this for its artifact."""
+GRAPHS_S = 0.3
+"""And no longer for its graphs, which come behind it: captured ones cost 10 ms each."""
 REMEMBERED = 64
 """Manifests that are kept, of a few kilobytes each."""
 MAX_MANIFEST_BYTES = 1 << 20
@@ -86,6 +93,26 @@ def checked(info: ArtifactInfo, data: bytes, wanted: Fingerprint, cluster_key: b
     return artifact
 
 
+@dataclass(slots=True)
+class _Stage:
+    """One that was told where its graphs are."""
+
+    fingerprint: Digest
+    model: ModelName
+    counted: bool = False
+    """Its graphs come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a stage is restored from."""
+
+    manifest: bytes = b""
+    """As it was signed; empty: there is none that is valid."""
+    graphs: str = ""
+    """Where its archive of graphs is; empty: it has none, or it is not here yet."""
+
+
 class Artifacts:
     """What one worker knows of artifacts."""
 
@@ -98,26 +125,43 @@ class Artifacts:
         self._given: set[Digest] = set()
         """Fingerprints of which the engine that runs has restored stages."""
         self._distrusted: dict[Digest, None] = {}
+        self._files = GraphFiles()
+        self._fetching: dict[Digest, asyncio.Task[None]] = {}
+        self._stages: OrderedDict[InstanceId, _Stage] = OrderedDict()
+        """Those that were told where their graphs are."""
 
-    async def of(self, hold: Hold) -> bytes:
-        """The manifest that a stage is restored from; empty where there is none that is valid."""
+    async def of(self, hold: Hold) -> Found:
+        """What a stage is restored from."""
         environment = self._core.environment
         whole = hold.stage == hold.model.spec.whole and len(hold.members) <= 1
         if environment is None or self._cluster_key is None or not whole:
-            return b""
+            return Found()
         wanted = Fingerprint.of(environment, hold.model)
         digest = wanted.digest
         if digest in self._distrusted:
             self._count("distrusted")
-            return b""
+            return Found()
         known = self._known.get(digest)
         if known is None:
             known = await self._look(hold, wanted, self._cluster_key)
-        if known:
-            self._remember(digest, known)
-            self._given.add(digest)
-            self._count("found")
-        return known
+        if not known:
+            return Found()
+        self._remember(digest, known)
+        self._given.add(digest)
+        self._count("found")
+        return Found(known, await self._graphs_of(hold, digest, known))
+
+    def on_graphs(self, told: StageGraphs) -> None:
+        """An engine says how far the graphs of a stage are."""
+        stage = self._stages.get(told.instance_id)
+        if stage is None:
+            return
+        if told.refused:
+            del self._stages[told.instance_id]
+            self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)
+        elif told.ready and not stage.counted:
+            stage.counted = True
+            self._count("graphs")
 
     def on_engine_died(self, code: str) -> None:
         """The engine has ended.
@@ -125,6 +169,7 @@ class Artifacts:
         If a restore ended it, what it was restored from is not used again.
         """
         given, self._given = self._given, set()
+        self._stages.clear()
         if code != RestoreFailed.code:
             return
         for digest in given:
@@ -144,16 +189,7 @@ class Artifacts:
         try:
             return await within(FIND_S, self._find(wanted, key), "finding an artifact")
         except Refused as refused:
-            self._core.metrics.restores.labels(outcome="refused", field=refused.field).inc()
-            log.warning(
-                "artifact refused",
-                action="artifact_refused",
-                instance_id=hold.instance_id,
-                model=hold.model.name,
-                field=refused.field,
-            )
-            data = {"model": hold.model.name, "field": refused.field}
-            self._tell("restore_refused", wanted.digest, data)
+            self._refuse(wanted.digest, hold.model.name, hold.instance_id, refused.field)
         except PilotlightError as error:
             self._count("unreachable")
             log.info("no artifact", action="artifact_unreachable", error=error.message)
@@ -174,6 +210,55 @@ class Artifacts:
         data = await self._store.get(artifact_key(info.blob_digest))
         checked(info, data, wanted, key)
         return data
+
+    async def _graphs_of(self, hold: Hold, digest: Digest, manifest: bytes) -> str:
+        """Where the graphs of an artifact are; empty where they are not here in time: then they are
+        for the next start.
+        """
+        artifact = decode_json(manifest, Artifact)
+        blob = artifact.graphs_blob
+        if blob is None or artifact.graphs is None:
+            return ""
+        path = self._files.path_of(blob)
+        if not path:
+            fetching = self._fetching.get(blob.digest)
+            if fetching is None:
+                fetching = self._core.background.spawn(
+                    f"graphs of {hold.model.name}", self._fetch(hold, digest, blob)
+                )
+                self._fetching[blob.digest] = fetching
+            with suppress(PilotlightError):
+                await within(GRAPHS_S, asyncio.shield(fetching), "fetching graphs")
+            path = self._files.path_of(blob)
+        if not path:
+            self._count("graphs_late")
+            return ""
+        self._stages[hold.instance_id] = _Stage(digest, hold.model.name)
+        while len(self._stages) > REMEMBERED:
+            self._stages.popitem(last=False)
+        return path
+
+    async def _fetch(self, hold: Hold, digest: Digest, blob: Blob) -> None:
+        try:
+            self._files.keep(blob, await self._store.get(artifact_key(blob.digest)))
+        except WrongArchive as wrong:
+            self._refuse(digest, hold.model.name, hold.instance_id, wrong.field)
+        except (PilotlightError, OSError) as error:
+            log.warning("no graphs", action="graphs_unreachable", error=str(error))
+        finally:
+            del self._fetching[blob.digest]
+
+    def _refuse(self, digest: Digest, model: ModelName, instance_id: InstanceId, name: str) -> None:
+        """What an artifact has is not used, for the reason of that name."""
+        self._core.metrics.restores.labels(outcome="refused", field=name).inc()
+        log.warning(
+            "artifact refused",
+            action="artifact_refused",
+            instance_id=instance_id,
+            model=model,
+            field=name,
+        )
+        self._tell("restore_refused", digest, {"model": model, "field": name})
 
     def _remember(self, digest: Digest, data: bytes) -> None:
         self._known[digest] = data

@@ -15,6 +15,7 @@ from pilotlight.common.messages.engine import (
     StageOpened,
     StepDone,
 )
+from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
 from pilotlight.policy.model import Model
@@ -51,6 +52,10 @@ class BuildSession:
         self._worker_id = worker_id
         self._events = aiter(engine.events())
         self._runs = 0
+        self.recorded: GraphsRecorded | None = None
+        """What came of ``load`` with ``record``."""
+        self.graphs: StageGraphs | None = None
+        """What the engine said last of graphs that it restores."""
 
     async def start(self) -> EngineUp:
         """Start the engine.
@@ -64,13 +69,22 @@ class BuildSession:
         """End the engine."""
         await self._engine.stop()
 
-    async def load(self, model: Model, device_bytes: int, artifact: bytes = b"") -> int:
+    async def load(
+        self,
+        model: Model,
+        device_bytes: int,
+        artifact: bytes = b"",
+        graphs: str = "",
+        record: str = "",
+    ) -> int:
         """Load all of a model.
 
         Args:
             model: which.
             device_bytes: for parameters and KV.
             artifact: what it is restored from.
+            graphs: where its archive of graphs is, all of which are proved.
+            record: where an archive of graphs is to be written.
 
         Returns:
             Room for tokens.
@@ -89,6 +103,9 @@ class BuildSession:
                     device_bytes=device_bytes,
                     pool_path=lease.pool_path,
                     artifact=artifact,
+                    graphs=graphs,
+                    prove=bool(graphs),
+                    record=record,
                 )
             )
             loading = asyncio.create_task(self._loaded(), name="loading for a build")
@@ -144,6 +161,7 @@ class BuildSession:
             if isinstance(event, StageOpened):
                 room_tokens = event.kv_capacity_tokens
             elif isinstance(event, StageLoaded):
+                self.recorded = event.recorded
                 return event.kv_capacity_tokens or room_tokens
             elif isinstance(event, StageFailed):
                 raise error_of(event.code, event.message)
@@ -155,6 +173,8 @@ class BuildSession:
         event = told.message
         if isinstance(event, EngineDied):
             raise error_of(event.code, f"the engine of the build ended: {event.reason}")
+        if isinstance(event, StageGraphs):
+            self.graphs = event
         return event
 
 

@@ -1,12 +1,20 @@
-"""What a build does: a profile and a canary in one engine, their proof in a second one."""
+"""What a build does: a profile and a canary in one engine, graphs in a second one where the device
+has any, and the proof of all in a last one.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Protocol
 
-from pilotlight.common.errors import EngineFailed, RestoreFailed
+import structlog
+
+from pilotlight.common.errors import EngineFailed, PilotlightError, RestoreFailed
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.policy.builds import needed_bytes
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import (
     FORMAT,
     Artifact,
@@ -18,6 +26,9 @@ from pilotlight.policy.materialized import (
 )
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_session import BuildSession, Outcome
+from pilotlight.worker.graph_files import GraphFile, WrongArchive
+
+log = structlog.get_logger()
 
 PROMPT_TOKENS = (16, 64, 256, 1024, 4096)
 """Of the prompts whose times are measured, as far as the model takes them."""
@@ -29,7 +40,23 @@ CANARY_PROMPT, CANARY_TOKENS = 12, 6
 
 Told = Callable[[str, float], Awaitable[None]]
 """A step's name, and the share of the build that is done when it begins."""
-MakeSession = Callable[[], BuildSession]
+
+
+class MakeSession(Protocol):
+    """Makes an engine for one step of a build, not started."""
+
+    def __call__(self, *, record_images: bool = False) -> BuildSession:
+        """``record_images``: of kernels; the engine is slower for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build comes to."""
+
+    manifest: bytes
+    archives: dict[Digest, bytes] = field(default_factory=dict[Digest, bytes])
+    """Objects that the manifest names."""
 
 
 def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
@@ -37,8 +64,8 @@ def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
     return [(salt * 7919 + index * 104_729) % vocab_size for index in range(1, tokens + 1)]
 
 
-async def build(claimed: ClaimedBuild, make_session: MakeSession, told: Told) -> bytes:
-    """The manifest of a model's artifact.
+async def build(claimed: ClaimedBuild, make_session: MakeSession, told: Told) -> Built:
+    """A model's artifact.
 
     Args:
         claimed: the model, and the environment.
@@ -78,30 +105,105 @@ async def build(claimed: ClaimedBuild, make_session: MakeSession, told: Told) ->
         profile=profile,
         canary=Canary(prompt_ids=tuple(prompt), output_ids=tuple(output)),
     )
+    if claimed.fingerprint.environment.device_kind is not DeviceKind.CUDA:
+        return await _proved(artifact, model, make_session, told)
+    await told("graphs", 0.72)
+    file = GraphFile()
+    try:
+        return await _with_graphs(artifact, model, file, make_session, told)
+    except WithoutGraphs as left_out:
+        why = left_out.field
+        log.warning(
+            "built without graphs", action="build_without_graphs", field=why, why=str(left_out)
+        )
+    finally:
+        file.close()
+    return await _proved(replace(artifact, graphs_refused=why), model, make_session, told)
+
+
+class WithoutGraphs(Exception):
+    """An artifact has no graphs; ``field`` says why, by name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+async def _with_graphs(
+    artifact: Artifact, model: Model, file: GraphFile, make_session: MakeSession, told: Told
+) -> Built:
+    """The artifact with graphs, recorded in one process and proved in another.
+
+    Raises:
+        WithoutGraphs: they cannot be recorded, or do not give there what they gave here.
+    """
+    try:
+        session = make_session(record_images=True)
+        try:
+            await session.start()
+            await session.load(model, artifact.layout.device_bytes, record=file.path)
+        finally:
+            await session.close()
+        recorded = session.recorded
+        if recorded is None or recorded.blob is None:
+            refused = ("engine", "it recorded nothing")
+            raise WithoutGraphs(
+                *((recorded.refused, recorded.message) if recorded is not None else refused)
+            )
+        file.seal()
+        archive = file.read(recorded.blob)
+        artifact = replace(artifact, blobs=(recorded.blob,), graphs=recorded.layout)
+        return await _proved(artifact, model, make_session, told, file.path, archive)
+    except WrongArchive as error:
+        raise WithoutGraphs(error.field, "it is not what the engine wrote") from error
+    except PilotlightError as error:
+        raise WithoutGraphs(error.code, error.message) from error
+
+
+async def _proved(
+    artifact: Artifact,
+    model: Model,
+    make_session: MakeSession,
+    told: Told,
+    graphs: str = "",
+    archive: bytes = b"",
+) -> Built:
+    """What an artifact comes to, once it is proved.
+
+    Raises:
+        RestoreFailed: another process does not compute what was recorded.
+        WithoutGraphs: it does not restore all graphs.
+    """
     manifest = encode_json(artifact)
-    await told("validate", 0.75)
-    await _validate(artifact, manifest, model, make_session())
+    await told("validate", 0.8)
+    await _validate(artifact, manifest, model, make_session(), graphs)
     await told("store", 0.95)
-    return manifest
+    return Built(manifest, {one.digest: archive for one in artifact.blobs})
 
 
 async def _validate(
-    artifact: Artifact, manifest: bytes, model: Model, session: BuildSession
+    artifact: Artifact, manifest: bytes, model: Model, session: BuildSession, graphs: str
 ) -> None:
     """Restore it in a fresh process, as a start does.
 
     Raises:
         RestoreFailed: that does not compute what was recorded.
+        WithoutGraphs: it does not restore all graphs.
     """
     try:
         await session.start()
-        await session.load(model, artifact.layout.device_bytes, manifest)
+        await session.load(model, artifact.layout.device_bytes, manifest, graphs)
         canary = artifact.canary
         output = _only(await session.run([canary.prompt_ids], len(canary.output_ids)))
         if tuple(output) != canary.output_ids:
             raise RestoreFailed(
                 f"a second process gave {output}, and {list(canary.output_ids)} was recorded"
             )
+        if artifact.graphs is not None:
+            said, wanted = session.graphs, len(artifact.graphs.trials)
+            if said is None or said.proved != wanted:
+                field = said.refused if said is not None else ""
+                raise WithoutGraphs(field or "unproved", f"{said}, and {wanted} were recorded")
     finally:
         await session.close()
 

@@ -14,6 +14,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 import structlog
 from blake3 import blake3
@@ -42,7 +43,7 @@ from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest
 from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.build_session import BuildSession
-from pilotlight.worker.build_steps import build
+from pilotlight.worker.build_steps import Built, build
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engines.client import EngineClient
 from pilotlight.worker.held_table import HeldTable
@@ -58,6 +59,14 @@ STORE_TRIES = 5
 BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 
 
+class MakeEngine(Protocol):
+    """Makes an engine, not started."""
+
+    def __call__(self, *, record_images: bool) -> EngineClient:
+        """``record_images``: of kernels, see ``ChildOptions``."""
+        ...
+
+
 class Builds:
     """A component: builds while there is no demand."""
 
@@ -66,7 +75,7 @@ class Builds:
         core: WorkerCore,
         held: Callable[[], HeldTable],
         source: PartSource,
-        make_engine: Callable[[], EngineClient],
+        make_engine: MakeEngine,
         artifacts: Artifacts,
         store: ObjectStore,
         idle_s: float,
@@ -77,7 +86,7 @@ class Builds:
             core: the worker's.
             held: its stages.
             source: of parts.
-            make_engine: makes an engine for one build, not started.
+            make_engine: makes an engine for one step of a build, not started.
             artifacts: hears of what was built.
             store: takes what was built.
             idle_s: without demand, before a build is looked for.
@@ -90,7 +99,7 @@ class Builds:
         self._store = store
         self._idle_s = idle_s
         self._looking: asyncio.Task[None] | None = None
-        self._building: asyncio.Task[bytes] | None = None
+        self._building: asyncio.Task[Built] | None = None
         self._engine: EngineClient | None = None
         self._demand_s = core.clock.monotonic_s()
         """When there was demand last."""
@@ -188,8 +197,8 @@ class Builds:
         try:
             if not self._idle:
                 self.make_way()
-            manifest = await self._building
-            await self._publish(claimed, manifest, progress)
+            built = await self._building
+            await self._publish(claimed, built, progress)
             self._artifacts.forget(claimed.fingerprint.digest)
         except asyncio.CancelledError:
             if not self._building.cancelled() or not self._yielded:
@@ -211,8 +220,8 @@ class Builds:
         if outcome != "built":
             await self._end(claimed, yielded=outcome == "yielded", code=code, message=message)
 
-    def _session(self) -> BuildSession:
-        self._engine = self._make_engine()
+    def _session(self, *, record_images: bool = False) -> BuildSession:
+        self._engine = self._make_engine(record_images=record_images)
         return BuildSession(self._engine, self._source, self._core.worker_id)
 
     async def _kill(self) -> None:
@@ -243,12 +252,13 @@ class Builds:
                     self._building.cancel()
                     return
 
-    async def _publish(self, claimed: ClaimedBuild, manifest: bytes, progress: "_Progress") -> None:
-        """Announce the object, write it, have it listed.
+    async def _publish(self, claimed: ClaimedBuild, built: Built, progress: "_Progress") -> None:
+        """Announce the objects, write them, have them listed.
 
         Raises:
             PilotlightError: it is not listed; what was written goes.
         """
+        manifest = built.manifest
         digest = Digest(blake3(manifest).hexdigest())
         announced = ReportBuild(
             fingerprint=claimed.fingerprint.digest,
@@ -256,7 +266,7 @@ class Builds:
             attempt=claimed.attempt,
             step=progress.step,
             share=progress.share,
-            blobs=(digest,),
+            blobs=(*built.archives, digest),
         )
         finished = FinishBuild(
             fingerprint=claimed.fingerprint.digest,
@@ -272,7 +282,8 @@ class Builds:
                 )
                 if not heard.yours:
                     raise BusUnavailable("the build is another worker's by now")
-                await self._store.put_if_absent(artifact_key(digest), manifest)
+                for name, data in {**built.archives, digest: manifest}.items():
+                    await self._store.put_if_absent(artifact_key(name), data)
                 await self._core.bus.request(
                     FINISH_BUILD_SUBJECT, finished, ArtifactPublished, deadline_s=ASK_S
                 )

@@ -26,7 +26,7 @@ from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import PhaseName
-from pilotlight.worker.artifacts import Artifacts
+from pilotlight.worker.artifacts import Artifacts, Found
 from pilotlight.worker.core import WorkerCore
 
 PART_DEADLINE_S = 300.0
@@ -235,10 +235,10 @@ class StageLoader:
             raise SourceChanged("the host pool changed while parts were copied from it")
         return result
 
-    async def _artifact(self, hold: Hold) -> bytes:
-        return b"" if self._artifacts is None else await self._artifacts.of(hold)
+    async def _artifact(self, hold: Hold) -> Found:
+        return Found() if self._artifacts is None else await self._artifacts.of(hold)
 
-    async def _begin(self, hold: Hold, lease: PartLease, asked_s: float, artifact: bytes) -> None:
+    async def _begin(self, hold: Hold, lease: PartLease, asked_s: float, found: Found) -> None:
         sent = moment_of(self._core.clock)
         load = LoadStage(
             instance_id=hold.instance_id,
@@ -246,10 +246,11 @@ class StageLoader:
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             pool_path=lease.pool_path,
-            artifact=artifact,
+            artifact=found.manifest,
+            graphs=found.graphs,
         )
         await self._core.engine.load_stage(load, sent)
-        name = PhaseName.RESTORE if artifact else PhaseName.INIT
+        name = PhaseName.RESTORE if found.manifest else PhaseName.INIT
         self._core.phases.record(hold.instance_id, name, asked_s, sent.at_s, detail="lease")
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:

@@ -28,6 +28,7 @@ from pilotlight.common.messages.engine import (
     StageUnloaded,
     StepDone,
 )
+from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.messages.pipelines import (
     DoorOpened,
     PipelineLeft,
@@ -299,6 +300,9 @@ class Worker:
             case Prefilled():
                 self.core.phases.add(event.instance_id, *event.earlier, event.phase)
                 self.stages.lending.on_prefilled(event.instance_id)
+            case StageGraphs():
+                if self.artifacts is not None:
+                    self.artifacts.on_graphs(event)
             case EngineDied():
                 self._on_death(event)
             case EngineUp() | SpareReady() | EngineFault() | KvExported() | RequestReleased():

@@ -4,6 +4,7 @@
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.codec import Message
+from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
 from pilotlight.common.messages.pipelines import (
     CallOffExtend,
     ConnectStage,
@@ -39,6 +40,13 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     artifact: bytes = b""
     """The manifest of the artifact that the stage is restored from, as it was signed; empty: there
     is none, and everything is computed."""
+    graphs: str = ""
+    """Where the artifact's archive of graphs is, for an engine on a GPU; empty: there is none."""
+    prove: bool = False
+    """Prove all graphs as soon as the stage's parts are in place, not each before its first use."""
+    record: str = ""
+    """Where an archive of the stage's graphs is to be written once its parts are in place; the
+    engine records images of kernels (``ChildOptions.record_images``)."""
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -229,6 +237,8 @@ class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
     instance_id: InstanceId
     phases: tuple[Phase, ...]
     kv_capacity_tokens: int
+    recorded: GraphsRecorded | None = None
+    """Where graphs were to be recorded."""
 
 
 class StageFailed(Message, tag="load_failed", frozen=True, kw_only=True):
@@ -369,6 +379,7 @@ FromEngine = (
     | DoorOpened
     | StageConnected
     | StageGrown
+    | StageGraphs
     | StageResized
     | StageRefused
     | PipelineLeft

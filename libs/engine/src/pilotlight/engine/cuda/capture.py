@@ -61,6 +61,9 @@ class CaptureOnSecondUse:
         self._eager_only.add(kind)
         return None
 
+    def close(self) -> None:
+        """See ``GraphSupplier.close``: graphs hold their memory themselves."""
+
     def _capture(self, step: Callable[[], Tensor], output: Tensor) -> GraphStep:
         graph = torch.cuda.CUDAGraph(keep_graph=self._keep)
         # Not ``torch.cuda.graph``: that collects garbage and empties torch's cache each time.

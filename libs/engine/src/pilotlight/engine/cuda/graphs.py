@@ -14,6 +14,7 @@ moves. The longer range has graphs of its own, supplied as it is used.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,40 @@ class GraphSupplier(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
+        ...
+
+
+class DecodeSteps(Protocol):
+    """A stage's captured decode steps. ``cuda.runner.CudaRangeRunner`` has them."""
+
+    @property
+    def places(self) -> Mapping[str, int]:
+        """Addresses of what they read and write beside parameters, KV and the graph pool."""
+        ...
+
+    @property
+    def has_trials(self) -> bool:
+        """They are the steps of a whole model of which trials can be run (``cuda.trials``)."""
+        ...
+
+    def trial_inputs(self, rows: int) -> AbstractContextManager[None]:
+        """Within it, a trial is what a step of so many rows runs."""
+        ...
+
+    def trial(self, rows: int) -> Tensor:
+        """Runs a trial as any other step; its logits, valid until the next run."""
+        ...
+
+    def kind_of(self, rows: int) -> Kind:
+        """The whole model's decode step of a size."""
+        ...
+
+    def logits(self, rows: int) -> Tensor:
+        """Where captured steps of so many rows leave theirs."""
+        ...
+
 
 class GraphSet:
     """The graphs of one stage.
@@ -144,6 +179,7 @@ class GraphSet:
         # method ends.
         for graph in self.graphs.values():
             graph.reset()
+        self._supplier.close()
         self._steps.clear()
         self._logits = None
         self._scratch.graphs.close()

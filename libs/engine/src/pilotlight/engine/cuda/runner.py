@@ -1,6 +1,7 @@
 """The executor of layer ranges on CUDA."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -138,6 +139,30 @@ class CudaRangeRunner:
         if self._prompt is not None:
             static["prompt"] = self._prompt.static.words
         return {name: tensor.data_ptr() for name, tensor in static.items()}
+
+    @property
+    def has_trials(self) -> bool:
+        """See ``DecodeSteps``. Steps that are not fused store keys before they read them."""
+        whole = self._memory.stage == self._decoder.spec.whole
+        return whole and self._graphs is not None and self._layers.fused
+
+    def trial_inputs(self, rows: int) -> AbstractContextManager[None]:
+        """See ``DecodeSteps``."""
+        return self._static.trial(rows, self._decoder.spec.vocab_size)
+
+    @torch.inference_mode()
+    def trial(self, rows: int) -> Tensor:
+        """See ``DecodeSteps``."""
+        with self.trial_inputs(rows):
+            return self._padded(self.kind_of(rows), rows, rows)
+
+    def kind_of(self, rows: int) -> Kind:
+        """See ``DecodeSteps``."""
+        return Kind(self._decoder.spec.whole, rows)
+
+    def logits(self, rows: int) -> Tensor:
+        """See ``DecodeSteps``."""
+        return self._output(self.kind_of(rows))
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:

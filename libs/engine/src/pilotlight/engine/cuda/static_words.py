@@ -1,6 +1,7 @@
 """What captured steps read: words always in the same places, padded to the same lengths."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from pilotlight.engine.cuda.attention_metadata import (
     max_splits,
     metadata_of,
 )
+from pilotlight.engine.cuda.trials import trial_fields
 
 
 class StaticWords:
@@ -103,6 +105,7 @@ class StaticDecode:
             }
         capacities["blocks"] = max_blocks
         self.static = StaticWords(capacities, place, pinned=pinned)
+        self._kinds: tuple[str, ...] = kinds
         self._nowhere = ("slots", *(f"{kind}_rows" for kind in kinds))
         self._spare = spare
         self._window_tokens = window_tokens
@@ -117,6 +120,16 @@ class StaticDecode:
         if token_ids is not None:
             fields["token_ids"] = token_ids
         return self.static.send(fields, self._nowhere)
+
+    @contextmanager
+    def trial(self, num_rows: int, vocab_size: int) -> Generator[None]:
+        """Within it, the words are those of a trial; afterwards they are what they were."""
+        before = self.static.words.clone()
+        self.static.send(trial_fields(num_rows, self._kinds, vocab_size), self._nowhere)
+        try:
+            yield
+        finally:
+            self.static.words.copy_(before)
 
     def view(self, num_rows: int) -> tuple[AttentionMetadata, Tensor]:
         """A step of ``num_rows`` rows, padding included, and its token ids [num_rows] int32."""

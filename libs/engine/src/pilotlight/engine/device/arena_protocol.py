@@ -28,6 +28,11 @@ class TorchMemory(Protocol):
         """How many segments torch took so far, and a hash over their lengths and places."""
         ...
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of its addresses that have memory."""
+        ...
+
     def selected(self) -> AbstractContextManager[None]:
         """Within it, segments that torch takes for this pool come from here. One pool at a time."""
         ...

@@ -208,6 +208,16 @@ class StageMemory:
         self._steps_stop, self._steps_backed = stop, backed
         return self._slot.tensor(offset, shape, dtype).zero_()
 
+    @property
+    def slot_number(self) -> int:
+        """The slot that it lies in; a model's own, or another where that was taken."""
+        return self._slot.number
+
+    def graph_pool_bytes(self, num_bytes: int) -> Tensor:
+        """The first bytes of the slot's graph pool, whatever lies there."""
+        first = self.arena.slot_bytes - self.arena.pool_bytes
+        return self._slot.tensor(first, (num_bytes,), torch.uint8)
+
     def scratch(self) -> Scratch | None:
         """See ``Arena.scratch``."""
         return self._slot.scratch()

@@ -80,6 +80,8 @@ def _serve(
 
     Raises whatever makes it impossible to go on.
     """
+    if options.record_images:
+        _record_images()
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
@@ -110,6 +112,19 @@ def _serve(
         log.info("the parent is gone", action="engine_orphaned")
     # Not after an error: see ``_end_at_once``.
     engine.close()
+
+
+def _record_images() -> None:
+    """Keep the image of every kernel from the first one on; where that cannot be, graphs are
+    refused when they are to be written down.
+    """
+    from pilotlight.native.graphs import record_images
+    from pilotlight.native.library import NativeError, NativeUnavailable
+
+    try:
+        record_images()
+    except (NativeError, NativeUnavailable) as error:
+        log.warning("no images of kernels", action="images_not_recorded", error=str(error))
 
 
 def _slate(descriptor: int | None) -> Slate:
@@ -202,6 +217,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help="most tokens of a forward pass; as the device likes, by default",
     )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
+    parser.add_argument(
+        "--record-images", action="store_true", help="keep images of kernels, to write graphs down"
+    )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)
 

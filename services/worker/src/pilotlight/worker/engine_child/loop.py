@@ -161,6 +161,8 @@ class ChildLoop:
             if proof and not self._received:
                 self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
+            for news in self._loads.graphs.news():
+                self._send(news)
             if self._parts:
                 self._slate.write(Doing.OBEYING)
                 self._place(*self._parts.popleft())
@@ -375,7 +377,7 @@ def last_words(connection: socket.socket, error: Exception) -> None:
 
 def _raise_if_lost(error: Exception) -> None:
     """Raise an error after which the process can do nothing more, or is not to be trusted."""
-    if context_lost(error) or isinstance(error, RestoreFailed):
+    if context_lost(error) or getattr(error, "code", "") == RestoreFailed.code:
         raise error
 
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadCheckpoint
@@ -19,8 +19,12 @@ from pilotlight.engine.results import PlacedPart, StageRoom
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
+from pilotlight.worker.engine_child.graphs import GraphPlans
 from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engine_child.restoring import Restoring
+
+if TYPE_CHECKING:
+    from pilotlight.engine.compute import GraphPlan
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
 
@@ -36,6 +40,7 @@ class LoadingEngine(Protocol):
         dtype: Dtype,
         device_bytes: int,
         slot: int | None = None,
+        plan: "GraphPlan | None" = None,
     ) -> StageRoom: ...
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom: ...
     def place_part(
@@ -70,6 +75,7 @@ class StageLoads:
         self._phases = phases
         self._loads: dict[InstanceId, _Load] = {}
         self.restoring = Restoring()
+        self.graphs = GraphPlans()
         self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
 
     def __contains__(self, instance_id: InstanceId) -> bool:
@@ -97,6 +103,7 @@ class StageLoads:
             model.dtype,
             command.device_bytes,
             model.slot,
+            self.graphs.plan_of(command),
         )
         name = PhaseName.INIT
         if command.artifact:
@@ -135,8 +142,10 @@ class StageLoads:
         it.
 
         Raises:
-            EngineError: the tensors are not what the engine expects.
+            EngineError: the tensors are not what the engine expects, or graphs not what was
+                recorded.
             BadCheckpoint: a tensor lies outside the pool.
+            OSError: recorded graphs cannot be written.
         """
         instance_id = command.instance_id
         load = self._loads[instance_id]
@@ -154,10 +163,14 @@ class StageLoads:
             self._phases.record(instance_id, PhaseName.CONVERT, end_s - placed.convert_s, end_s)
         if not placed.ready or load.grows:
             return None
+        recorded = self.graphs.loaded(instance_id)
         del self._loads[instance_id]
         phases = tuple(self._phases.take(instance_id).phases)
         return StageLoaded(
-            instance_id=instance_id, phases=phases, kv_capacity_tokens=load.room.kv_capacity_tokens
+            instance_id=instance_id,
+            phases=phases,
+            kv_capacity_tokens=load.room.kv_capacity_tokens,
+            recorded=recorded,
         )
 
     def drop(self, instance_id: InstanceId) -> None:
@@ -165,6 +178,7 @@ class StageLoads:
         self._loads.pop(instance_id, None)
         self._phases.drop(instance_id)
         self.restoring.drop(instance_id)
+        self.graphs.drop(instance_id)
 
     def _map(self, path: str) -> mmap.mmap:
         """The pool, read-only.

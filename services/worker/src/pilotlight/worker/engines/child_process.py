@@ -51,6 +51,8 @@ class ChildOptions:
     device_bytes: int | None = None
     """Memory for models, where a GPU shall not give what it has."""
     step_tokens: int | None = None
+    record_images: bool = False
+    """Keep images of kernels, so that graphs can be written down (``LoadStage.record``)."""
     module: str = "pilotlight.worker.engine_child.child"
     """The child's program."""
 
@@ -98,6 +100,7 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             options.module,
             *flat,
             *(("--spare",) if spare else ()),
+            *(("--record-images",) if options.record_images else ()),
             pass_fds=(theirs.fileno(), slate_fd),
             start_new_session=True,
             stdin=DEVNULL,

@@ -1,0 +1,67 @@
+"""Trials: fixed steps that prove graphs.
+
+A trial of n rows runs n requests of one token each. Each row sees itself alone: its key and value
+come from the step, are stored nowhere, and nothing of the cache is read. So it gives the same bits
+whatever requests have in the cache, and harms none of them.
+
+::
+
+    row     0          1                    2          ...
+    splits  [0, 1)     [0, 1), [0, 0)       [0, 1)     every other row's second one is empty: both ways of the kernel run
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.attention_metadata import Words
+
+TOKEN_STRIDE = 104_729
+"""Between the token ids of two rows."""
+ROWS_AT_ONCE = 16
+"""Of logits, while their digest is computed: they take eight bytes a number meanwhile."""
+_MULTIPLIER = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
+"""Odd, so that no bit of a product is lost; as a signed number."""
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+def trial_fields(rows: int, kinds: tuple[str, ...], vocab_size: int) -> dict[str, Words]:
+    """The words of a trial (``attention_metadata.fields_of``); those that are missing are 0, or
+    nowhere.
+
+    Args:
+        rows: of the step.
+        kinds: of layers: those that see everything, and those with a window.
+        vocab_size: token ids are below.
+    """
+    counts = np.where(np.arange(rows) % 2 == 0, 1, 2).astype(np.int32)
+    firsts = (np.cumsum(counts) - counts).astype(np.int32)
+    owners = np.repeat(np.arange(rows, dtype=np.int32), counts)
+    stops = (np.arange(len(owners)) == firsts[owners]).astype(np.int32)
+    fields: dict[str, Words] = {
+        "token_ids": ((np.arange(1, rows + 1) * TOKEN_STRIDE) % vocab_size).astype(np.int32),
+        "blocks": np.zeros(1, np.int32),
+    }
+    for kind in kinds:
+        fields |= {
+            f"{kind}_firsts": firsts,
+            f"{kind}_counts": counts,
+            f"{kind}_rows": owners,
+            f"{kind}_stops": stops,
+        }
+    return fields
+
+
+def digest_of(logits: Tensor) -> str:
+    """A digest over every bit of some rows of logits, computed where they are; waits for the
+    device.
+
+    Sums of integers, which come out the same in any order.
+    """
+    bits = logits.view(_BITS[logits.element_size()])
+    places = torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int64, device=bits.device)
+    places *= _MULTIPLIER
+    sums = [(some.to(torch.int64) * places).sum(dim=1) for some in bits.split(ROWS_AT_ONCE)]
+    return hashlib.blake2b(torch.cat(sums).cpu().numpy().tobytes(), digest_size=32).hexdigest()

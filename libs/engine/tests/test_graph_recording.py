@@ -1,0 +1,117 @@
+"""What keeps a stage's graphs from being recorded, without a device: by name."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from restored_rig import POOL_BYTES, StandInPool, StandInSteps
+
+from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
+from pilotlight.native.graphs import GraphDump
+from pilotlight.native.library import NativeError
+from pilotlight.policy.materialized import Trial
+
+SIZES = (1, 2, 4)
+DUMP = GraphDump(b"archive", 3, 2, 1, 100, 9, 0)
+
+
+class Recording:
+    """A stage whose steps run as they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps = StandInSteps()
+        self.steps.through = self.run
+        self.graphs: dict[object, object] = {}
+        self.turns: dict[int, int] = {}
+        self.captures = True
+        self.drift = 0.0
+        """A graph's logits differ from the eager ones by as much."""
+        self.reads_pool = False
+        self.dump: GraphDump | NativeError = DUMP
+        self.recorder = GraphRecorder(SIZES)
+        self.order: list[int] = []
+        monkeypatch.setattr("pilotlight.engine.cuda.recording.CaptureOnSecondUse", self.capture)
+        monkeypatch.setattr(GraphRecorder, "_handles", lambda recorder, steps: {})
+        monkeypatch.setattr("pilotlight.engine.cuda.recording.dump_graphs", self.dumped)
+
+    def capture(self, device: object, scratch: object, *, keep: bool) -> object:
+        assert keep
+        return SimpleNamespace()
+
+    def dumped(self, handles: object, arena: object) -> GraphDump:
+        if isinstance(self.dump, NativeError):
+            raise self.dump
+        return self.dump
+
+    def run(self, rows: int) -> torch.Tensor:
+        turn = self.turns[rows] = self.turns.get(rows, 0) + 1
+        if turn == 1:
+            self.order.append(rows)
+        was = float(self.steps.pool[-1])
+        self.steps.compute(rows)
+        out = self.steps.logits(rows)
+        if turn >= 2 and self.captures:
+            self.graphs[self.steps.kind_of(rows)] = object()
+            out += self.drift
+        if self.reads_pool:
+            out += was
+        return out
+
+    def record(self) -> Any:
+        memory = SimpleNamespace(
+            slot_number=3,
+            arena=SimpleNamespace(device=torch.device("cpu"), native_arena=None),
+            graph_pool_bytes=lambda num_bytes: self.steps.pool[:num_bytes],
+        )
+        scratch = SimpleNamespace(graphs=StandInPool())
+        self.recorder.supplier(cast("Any", memory), cast("Any", scratch))
+        self.recorder.begin(self.steps, cast("Any", SimpleNamespace(graphs=self.graphs)))
+        return self.recorder.record()
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    return Recording(monkeypatch)
+
+
+def test_what_is_recorded_says_where_everything_lies(recording: Recording) -> None:
+    made = recording.record()
+    assert made.archive == b"archive"
+    assert recording.order == [4, 2, 1], "the largest first"
+    assert made.layout.slot == 3
+    assert made.layout.pool_bytes == POOL_BYTES
+    assert made.layout.addresses.keys() == {"metadata", "logits"}
+    assert [trial.rows for trial in made.layout.trials] == [1, 2, 4]
+    assert len({trial.digest for trial in made.layout.trials}) == 3
+    assert all(isinstance(trial, Trial) for trial in made.layout.trials)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "varies": {"drift": 1.0},
+    "permanent": {"reads_pool": True},
+    "memory": {"captures": False},
+    "used": {"graphs": {"some": object()}},
+    "nodes": {"dump": NativeError(-1, "a graph has a node of type host")},
+    "addresses": {"dump": GraphDump(b"", 3, 2, 1, 100, 9, 1)},
+    "size": {"dump": GraphDump(bytes((128 << 20) + 1), 3, 2, 1, 100, 9, 0)},
+}
+
+
+@pytest.mark.parametrize("field", WAYS)
+def test_what_another_process_cannot_have_is_refused_by_name(
+    recording: Recording, field: str
+) -> None:
+    for name, value in WAYS[field].items():
+        setattr(recording, name, value)
+    with pytest.raises(NotRecorded) as refused:
+        recording.record()
+    assert refused.value.field == field
+    assert str(refused.value)
+
+
+def test_a_model_without_trials_is_refused_by_name(recording: Recording) -> None:
+    recording.steps.has_trials = False
+    with pytest.raises(NotRecorded) as refused:
+        recording.record()
+    assert refused.value.field == "steps"

@@ -1,0 +1,58 @@
+"""Trials read and write nothing of the cache, whatever is under way; their digest sees every bit."""
+
+import pytest
+import torch
+
+from pilotlight.engine.cuda.attention_metadata import NOWHERE, zeros_on
+from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.engine.cuda.static_words import StaticDecode
+from pilotlight.engine.cuda.trials import digest_of
+
+VOCAB = 997
+
+
+def words_of(window_tokens: int | None) -> StaticDecode:
+    place = zeros_on(torch.device("cpu"))
+    return StaticDecode(place, SIZES[-1], 64, 4096, window_tokens, pinned=False)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 40])
+@pytest.mark.parametrize("rows", SIZES)
+def test_every_row_of_a_trial_sees_itself_alone(rows: int, window_tokens: int | None) -> None:
+    static = words_of(window_tokens)
+    static.static.words.fill_(12345)
+    with static.trial(rows, VOCAB):
+        step, token_ids = static.view(rows)
+        assert (step.rows.slots == NOWHERE).all(), "nothing is stored"
+        assert (step.rows.positions == 0).all()
+        assert ((token_ids >= 0) & (token_ids < VOCAB)).all()
+        assert rows < 3 or len(set(token_ids.tolist())) > 2
+        for splits in (step.splits, step.sliding_splits):
+            assert splits is not None
+            owners = splits.rows.tolist()
+            for row in range(rows):
+                first, count = int(splits.firsts[row]), int(splits.counts[row])
+                assert owners[first : first + count] == [row] * count
+                stops = splits.stops[first : first + count].tolist()
+                assert stops == [1, 0][:count], "no key before its own"
+                assert splits.starts[first : first + count].tolist() == [0] * count
+            assert [one for one in owners if one != NOWHERE] == sorted(
+                row for row in range(rows) for _ in range(1 + row % 2)
+            )
+    assert (static.static.words == 12345).all(), "the step under way has its words back"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_digest_sees_every_bit(dtype: torch.dtype) -> None:
+    logits = torch.randn(35, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
+    recorded = digest_of(logits)
+    assert digest_of(logits.clone()) == recorded
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    for row, column, bit in ((0, 0, 0), (34, 996, 8 * dtype.itemsize - 1), (17, 500, 7)):
+        other = logits.clone()
+        changed = torch.tensor(1 << bit, dtype=torch.int64).to(bits)
+        other.view(bits)[row, column] ^= changed
+        assert digest_of(other) != recorded, (row, column, bit)
+    swapped = logits.clone()
+    swapped[3, [5, 6]] = logits[3, [6, 5]]
+    assert digest_of(swapped) != recorded

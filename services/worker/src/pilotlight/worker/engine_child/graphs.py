@@ -1,0 +1,166 @@
+"""Graphs of the stages in an engine child: restored from an archive, or recorded into one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+from blake3 import blake3
+
+from pilotlight.common.errors import PilotlightError, RestoreFailed
+from pilotlight.common.messages.codec import decode_json
+from pilotlight.common.messages.engine import LoadStage
+from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
+from pilotlight.policy.ids import Digest, InstanceId
+from pilotlight.policy.materialized import GRAPHS, MAX_GRAPHS_BYTES, Artifact, Blob
+
+if TYPE_CHECKING:
+    from pilotlight.engine.compute import GraphPlan
+    from pilotlight.engine.cuda.recording import GraphRecorder
+    from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Restored:
+    plan: "RestoredGraphs"
+    told: "RestoreNews"
+    prove: bool
+
+
+class GraphPlans:
+    """What is to become of each stage's graphs."""
+
+    def __init__(self) -> None:
+        self._restored: dict[InstanceId, _Restored] = {}
+        self._recorders: dict[InstanceId, tuple[GraphRecorder, str]] = {}
+
+    def plan_of(self, command: LoadStage) -> "GraphPlan | None":
+        """What a load is to do about graphs; None: nothing but capture them as they are used.
+
+        Raises:
+            RestoreFailed: the artifact cannot be read.
+        """
+        if command.record:
+            return self._recorder(command)
+        if command.graphs and command.artifact:
+            return self._restorer(command)
+        return None
+
+    def loaded(self, instance_id: InstanceId) -> GraphsRecorded | None:
+        """The stage's parts are all in place: records or proves its graphs, if that is wanted.
+
+        Raises:
+            OSError: the archive cannot be written.
+            EngineError: a graph is not what was recorded.
+        """
+        if (restored := self._restored.get(instance_id)) is not None and restored.prove:
+            restored.plan.prove()
+        recorder = self._recorders.pop(instance_id, None)
+        if recorder is None:
+            return None
+        from pilotlight.engine.cuda.recording import NotRecorded
+
+        try:
+            made = recorder[0].record()
+        except NotRecorded as error:
+            log.warning("graphs not recorded", action="graphs_not_recorded", field=error.field)
+            return GraphsRecorded(refused=error.field, message=str(error))
+        Path(recorder[1]).write_bytes(made.archive)
+        blob = Blob(kind=GRAPHS, digest=_digest(made.archive), size_bytes=len(made.archive))
+        return GraphsRecorded(layout=made.layout, blob=blob)
+
+    def news(self) -> list[StageGraphs]:
+        """What has changed since the last time."""
+        said: list[StageGraphs] = []
+        for instance_id, one in self._restored.items():
+            now = one.plan.news
+            if now == one.told:
+                continue
+            one.told = now
+            said.append(
+                StageGraphs(
+                    instance_id=instance_id,
+                    ready=now.ready,
+                    proved=now.proved,
+                    refused=now.refused,
+                    message=now.message,
+                )
+            )
+        return said
+
+    def drop(self, instance_id: InstanceId) -> None:
+        """The stage is held no longer."""
+        self._restored.pop(instance_id, None)
+        self._recorders.pop(instance_id, None)
+
+    def _recorder(self, command: LoadStage) -> "GraphRecorder":
+        from pilotlight.engine.cuda.recording import GraphRecorder
+
+        made = GraphRecorder()
+        self._recorders[command.instance_id] = made, command.record
+        return made
+
+    def _restorer(self, command: LoadStage) -> "RestoredGraphs | None":
+        try:
+            artifact = decode_json(command.artifact, Artifact)
+        except PilotlightError as error:
+            raise RestoreFailed(f"the artifact cannot be read: {error.message}") from error
+        blob = artifact.graphs_blob
+        if artifact.graphs is None or blob is None:
+            return None
+        from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+
+        archive = ArchiveFile(command.graphs, blob)
+        made = RestoredGraphs(artifact.graphs, archive.read)
+        self._restored[command.instance_id] = _Restored(made, RestoreNews(), command.prove)
+        return made
+
+
+class ArchiveFile:
+    """An archive that the worker has put somewhere; it is open from now on."""
+
+    def __init__(self, path: str, blob: Blob) -> None:
+        self._blob = blob
+        self._failed = ""
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self._failed = str(error)
+
+    def __del__(self) -> None:
+        self._close()
+
+    def read(self) -> bytes:
+        """All of it, once.
+
+        Raises:
+            GraphsRefused: ``file``, ``size`` or ``digest``: it is not what the artifact says.
+        """
+        from pilotlight.engine.cuda.restored import GraphsRefused
+
+        if self._descriptor < 0:
+            raise GraphsRefused("graphs_file", self._failed)
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes != self._blob.size_bytes or size_bytes > MAX_GRAPHS_BYTES:
+            raise GraphsRefused(
+                "graphs_size", f"{size_bytes} bytes, and the artifact says {self._blob.size_bytes}"
+            )
+        with os.fdopen(self._descriptor, "rb", buffering=0) as file:
+            self._descriptor = -1
+            data = file.readall()
+        if _digest(data) != self._blob.digest:
+            raise GraphsRefused("graphs_digest", "the bytes are not those of the artifact")
+        return data
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _digest(data: bytes) -> Digest:
+    return Digest(blake3(data).hexdigest())

@@ -1,0 +1,180 @@
+"""A stage whose graphs are restored, without a device: what stands in for one writes rows where
+graphs would.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.graphs import SIZES, GraphStep, GraphSupplier, Kind
+from pilotlight.engine.cuda.restored import RestoredGraphs, places_of
+from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.native.library import NativeError
+from pilotlight.policy.materialized import GraphLayout, GraphPlace, Trial
+from pilotlight.policy.model import Stage
+
+WHOLE = Stage(0, 4)
+POOL_BYTES, VOCAB, DEADLINE_S = 1 << 20, 32, 10.0
+
+
+def places_in(addresses: dict[str, int]) -> tuple[GraphPlace, ...]:
+    """As a layout has them."""
+    return tuple(GraphPlace(name=name, address=addresses[name]) for name in sorted(addresses))
+
+
+class StandInPool:
+    """Of the host's memory."""
+
+    def __init__(self) -> None:
+        self.mapped_bytes = POOL_BYTES
+        self.closed = False
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StandInSteps:
+    """Steps that give what they are filled with."""
+
+    def __init__(self) -> None:
+        self.pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
+        self.out = self.pool[: 4 * SIZES[-1] * VOCAB].view(torch.float32).view(SIZES[-1], VOCAB)
+        self.input = 5.0
+        self.has_trials = True
+        self.places = {"metadata": 4096}
+        self.through: Callable[[int], Tensor] | None = None
+        """How a trial runs."""
+
+    @contextlib.contextmanager
+    def trial_inputs(self, rows: int) -> Iterator[None]:
+        before, self.input = self.input, 7.0
+        try:
+            yield
+        finally:
+            self.input = before
+
+    def trial(self, rows: int) -> Tensor:
+        assert self.through is not None
+        with self.trial_inputs(rows):
+            return self.through(rows)
+
+    def kind_of(self, rows: int) -> Kind:
+        return Kind(WHOLE, rows)
+
+    def logits(self, rows: int) -> Tensor:
+        return self.out[:rows]
+
+    def compute(self, rows: int) -> None:
+        self.logits(rows).copy_(torch.arange(rows * VOCAB).view(rows, VOCAB) * self.input + rows)
+
+
+class StandInDevice:
+    """Makes a graph when it may, and says in which order."""
+
+    def __init__(self, steps: StandInSteps, sizes: tuple[int, ...]) -> None:
+        self.steps, self.tags = steps, sizes
+        self.built: list[int] = []
+        self.may: dict[int, threading.Event] = {rows: threading.Event() for rows in sizes}
+        self.began: dict[int, threading.Event] = {rows: threading.Event() for rows in sizes}
+        self.fails: dict[int, NativeError] = {}
+        self.closed = False
+        self.launched: list[int] = []
+
+    def go(self, *sizes: int) -> None:
+        for rows in sizes or self.tags:
+            self.may[rows].set()
+
+    def build(self, rows: int) -> None:
+        self.began[rows].set()
+        assert self.may[rows].wait(DEADLINE_S)
+        if rows in self.fails:
+            raise self.fails[rows]
+        self.built.append(rows)
+
+    def launch(self, rows: int) -> None:
+        assert rows in self.built
+        self.launched.append(rows)
+        self.steps.compute(rows)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StandInCapture:
+    """Says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Kind] = []
+        self.closed = False
+
+    def supply(self, kind: Kind, step: object, output: object) -> GraphStep | None:
+        self.asked.append(kind)
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RestoredRig:
+    """A plan, its stage's steps, and the device."""
+
+    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), *, wait_s: float = DEADLINE_S) -> None:
+        self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
+        self.device = StandInDevice(self.steps, sizes)
+        self.read: Callable[[], bytes] = lambda: b"archive"
+        self.open: Callable[[], Any] = lambda: self.device
+        self.slot = 3
+        self.wait_s = wait_s
+        self.layout = GraphLayout(
+            slot=3,
+            places=places_in(places_of(self.steps)),
+            pool_bytes=POOL_BYTES,
+            trials=tuple(Trial(rows=rows, digest=self.recorded(rows)) for rows in sizes),
+        )
+        self.plan: RestoredGraphs | None = None
+
+    def recorded(self, rows: int) -> str:
+        with self.steps.trial_inputs(rows):
+            self.steps.compute(rows)
+        return digest_of(self.steps.logits(rows))
+
+    def begin(self) -> RestoredGraphs:
+        plan = self.plan = RestoredGraphs(
+            self.layout,
+            lambda: self.read(),
+            open_archive=lambda memory, archive: self.open(),
+            capture=lambda device, scratch: cast("GraphSupplier", self.capture),
+            wait_s=self.wait_s,
+        )
+        memory = SimpleNamespace(
+            slot_number=self.slot,
+            arena=SimpleNamespace(device=torch.device("cpu")),
+            graph_pool_bytes=lambda num_bytes: self.steps.pool[:num_bytes],
+        )
+        scratch = cast("Scratch", SimpleNamespace(graphs=self.pool))
+        plan.supplier(cast("StageMemory", memory), scratch)
+        plan.begin(self.steps, cast("Any", None))
+        return plan
+
+    def supply(self, rows: int, layers: Stage = WHOLE, *, prompt: bool = False) -> GraphStep | None:
+        """As a step of so many rows asks."""
+        assert self.plan is not None
+        return self.plan.supply(
+            Kind(layers, rows, prompt), lambda: self.steps.out, lambda: self.steps.logits(rows)
+        )
+
+    def end(self) -> None:
+        self.device.go()
+        if self.plan is not None:
+            self.plan.close()

@@ -1,0 +1,190 @@
+"""Decode steps of a small model on a device, in a process of their own: recorded by one process,
+restored by another.
+
+``python restored_steps.py record FOLDER`` or ``restore FOLDER WAY`` prints one line of JSON.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pilotlight.native.graphs import record_images
+
+if __name__ == "__main__" and sys.argv[1] == "record":
+    # Before the first kernel is loaded.
+    record_images()
+
+import torch
+from random_models import random_parts, source_of, spec_of
+
+from pilotlight.common.messages.codec import decode_json, encode_json
+from pilotlight.engine.compute import GraphPlan, compute_on
+from pilotlight.engine.core.batch import Batch, Segment
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.engine.cuda.recording import GraphRecorder
+from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
+from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.errors import RestoreFailed
+from pilotlight.engine.models.registry import decoder_of
+from pilotlight.policy.materialized import GraphLayout
+from pilotlight.policy.model import Dtype
+
+SLOT, OTHER_SLOT = 2, 5
+TABLE_BLOCKS, TURNS = 4, (1, 2)
+NUM_BLOCKS = TABLE_BLOCKS * SIZES[-1]
+KINDS = ("llama", "qwen2", "qwen3")
+"""Plain, with windows and biases, with norms of heads."""
+POISON = 0xFF
+
+
+class Stage:
+    """A model in place, and its steps."""
+
+    def __init__(self, arena: CudaArena, kind: str, slot: int, plan: GraphPlan | None) -> None:
+        spec = spec_of(kind, Dtype.BFLOAT16)
+        self.memory = StageMemory(arena, decoder_of(spec), spec.whole, spec.dtype, slot)
+        parameters = Parameters(self.memory)
+        for part, tensors in enumerate(random_parts(spec, 1)):
+            parameters.place(part, {name: source_of(t) for name, t in tensors.items()}, lambda: 0.0)
+        self.kv = KvCache(self.memory, NUM_BLOCKS)
+        self.compute = compute_on(self.memory, parameters, self.kv, plan)
+        self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
+
+    def digests(self, poison_bytes: int = 0) -> Iterator[tuple[str, str]]:
+        """What every size gives for fresh inputs, the cache filled with what depends on the turn
+        alone.
+        """
+        generator = torch.Generator("cuda")
+        for turn in TURNS:
+            for rows in SIZES:
+                generator.manual_seed(1000 * turn + rows)
+                for layer in range(self.num_layers):
+                    for stored in self.kv.stored(layer):
+                        stored.normal_(0, 1, generator=generator)
+                if poison_bytes:
+                    self.memory.graph_pool_bytes(poison_bytes).fill_(POISON)
+                batch, inputs = step_of(rows, turn, self.vocab_size)
+                yield f"{turn} {rows}", digest_of(self.compute.runner.run(batch, inputs))
+
+
+def step_of(rows: int, turn: int, vocab_size: int) -> tuple[Batch, torch.Tensor]:
+    """One token for each of so many requests, at positions of all kinds."""
+    segments: list[Segment] = []
+    for row in range(rows):
+        position = (37 * row + 11 * turn) % (TABLE_BLOCKS * BLOCK_TOKENS)
+        table = tuple(range(row * TABLE_BLOCKS, (row + 1) * TABLE_BLOCKS))
+        segments.append(Segment(position, 1, table[: position // BLOCK_TOKENS + 1], True))
+    tokens = [(7919 * (row + 1) * turn) % vocab_size for row in range(rows)]
+    return Batch(tuple(segments)), torch.tensor(tokens)
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """Records each kind's graphs; what they and eager steps give."""
+    arena, told = CudaArena(0), {}
+    for kind in KINDS:
+        recorder = GraphRecorder()
+        stage = Stage(arena, kind, SLOT, recorder)
+        began_s = time.perf_counter()
+        recorded = recorder.record()
+        seconds = time.perf_counter() - began_s
+        (folder / f"{kind}.graphs").write_bytes(recorded.archive)
+        (folder / f"{kind}.json").write_bytes(encode_json(recorded.layout))
+        captured = dict(stage.digests())
+        stage.compute.close()
+        stage.memory.close()
+        # The process records images: one archive for each kind is pruned to its own kernels.
+        eager = Stage(arena, kind, SLOT, NoGraphs())
+        told[kind] = {
+            "captured": captured,
+            "eager": dict(eager.digests()),
+            "record_s": round(seconds, 2),
+            "archive_bytes": len(recorded.archive),
+            "pool_bytes": recorded.layout.pool_bytes,
+        }
+        eager.compute.close()
+        eager.memory.close()
+    return told
+
+
+class NoGraphs:
+    """A plan by which every step runs eagerly."""
+
+    def supplier(self, memory: object, scratch: object) -> "NoGraphs":
+        return self
+
+    def begin(self, steps: object, graphs: object) -> None: ...
+    def supply(self, kind: object, step: object, output: object) -> None: ...
+    def close(self) -> None: ...
+
+
+def restore(folder: Path, way: str) -> dict[str, Any]:
+    """Restores each kind's graphs in one of the ways below; what they give."""
+    arena, told = CudaArena(0), {}
+    for kind in KINDS if way == "plain" else KINDS[:1]:
+        told[kind] = restore_one(arena, folder, kind, way)
+    return told
+
+
+def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str, Any]:
+    layout = decode_json((folder / f"{kind}.json").read_bytes(), GraphLayout)
+    archive = bytearray((folder / f"{kind}.graphs").read_bytes())
+    if way == "cut":
+        del archive[-4096:]
+    if way == "trial":
+        others = tuple(replace(one, digest="0" * 64) for one in layout.trials)
+        layout = replace(layout, trials=others)
+
+    def read() -> bytes:
+        if way == "unreadable":
+            raise GraphsRefused("digest", "as the reader says")
+        return bytes(archive)
+
+    plan = RestoredGraphs(layout, read)
+    began_s = time.perf_counter()
+    stage = Stage(arena, kind, OTHER_SLOT if way == "slot" else SLOT, plan)
+    built_s = time.perf_counter() - began_s
+    poison_bytes = layout.pool_bytes if way == "plain" else 0
+    found: dict[str, str] = {}
+    failed, first_s = "", 0.0
+    try:
+        for name, digest in stage.digests(poison_bytes):
+            first_s = first_s or time.perf_counter() - began_s
+            found[name] = digest
+    except RestoreFailed as error:
+        failed = error.message
+    news = plan.news
+    told = {
+        "found": found,
+        "failed": failed,
+        "ready": news.ready,
+        "proved": news.proved,
+        "refused": news.refused,
+        "message": news.message,
+        "stage_s": round(built_s, 3),
+        "first_s": round(first_s, 3),
+        "all_s": round(time.perf_counter() - began_s, 3),
+    }
+    if not failed:
+        stage.compute.close()
+        stage.memory.close()
+        told["physical_after"] = arena.physical_bytes
+    return told
+
+
+if __name__ == "__main__":
+    torch.zeros(1, device="cuda")
+    place = Path(sys.argv[2])
+    said = record(place) if sys.argv[1] == "record" else restore(place, sys.argv[3])
+    print(json.dumps(said))
+    sys.stdout.flush()
+    os._exit(0)  # what failed half-way ends with the process
