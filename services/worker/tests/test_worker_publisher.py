@@ -94,6 +94,9 @@ class GatedBus:
         self.sending = asyncio.Event()
         self.gate = asyncio.Event()
 
+    def publish_soon(self, *_: Any, **__: Any) -> bool:
+        return False
+
     async def publish(self, subject: str, message: TokenBatch, **_: Any) -> None:
         self.batches.append(message)
         self.sending.set()

@@ -309,7 +309,7 @@ class Worker:
         self.core.metrics.stepped(step)
         if step.waiting and self.stages.lending.more_tokens:
             self.stages.lending.press()
-        if self._delivery.take(step.produced, sampled, self.stages.unproven):
+        if self._delivery.take(step.produced, sampled, self.stages.held.unproven):
             self.stages.on_requests_ended()
 
     def _on_begun(self, instance_id: InstanceId) -> None:

@@ -136,6 +136,10 @@ class EngineClient(Protocol):
         """Take a request in; it gets exactly one output with a finish, unless the engine dies."""
         ...
 
+    def run_soon(self, command: Run) -> bool:
+        """As ``run``, from where nothing can be waited for; False: ``run`` is to be called."""
+        ...
+
     async def abort(self, command: Abort) -> None:
         """End a request within one step; nothing, if it has ended."""
         ...

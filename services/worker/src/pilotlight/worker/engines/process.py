@@ -235,6 +235,17 @@ class ProcessEngine:
     async def run(self, command: Run) -> None:
         await self._send(command)
 
+    def run_soon(self, command: Run) -> bool:
+        child = self._child
+        if child is None or self._up is None or child.writer.transport.get_write_buffer_size():
+            return False
+        try:
+            write_frame(child.writer, Timed(command, moment_of(self._clock)))
+        except OSError:
+            return False
+        self._sent += 1
+        return True
+
     async def abort(self, command: Abort) -> None:
         await self._send(command)
 

@@ -228,6 +228,14 @@ class SimEngine:
 
     async def run(self, command: Run) -> None:
         self._check()
+        self._run(command)
+
+    def run_soon(self, command: Run) -> bool:
+        if self._turning is not None:
+            self._run(command)
+        return self._turning is not None
+
+    def _run(self, command: Run) -> None:
         key = RequestKey(command.request_id, command.attempt)
         if key in self._requests:
             raise ValueError(f"request {key} is here already: a worker accepts it once")

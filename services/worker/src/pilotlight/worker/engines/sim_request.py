@@ -19,6 +19,8 @@ class SimRequest:
     """Set when its prompt has been worked on."""
     given: list[int] = field(default_factory=list[int])
     """Its output here."""
+    full_at: int = 0
+    """Position past its last token, however it ends; set with the first one."""
 
     @property
     def held_tokens(self) -> int:
@@ -30,6 +32,9 @@ class SimRequest:
         assert self.tokens is not None, "its prompt has been worked on"
         run, position = self.run, self.position
         sampling = run.sampling
+        if not self.full_at:
+            room = spec.max_context_tokens - len(run.prompt_ids)
+            self.full_at = min(sampling.max_tokens, room)
         token_id, logprob = self.tokens.draw(with_logprob=sampling.logprobs)
         if not sampling.ignore_eos and token_id in sampling.stop_token_ids:
             return Produced(
@@ -41,17 +46,13 @@ class SimRequest:
             )
         self.position = reached = position + 1
         self.given.append(token_id)
-        full = (
-            reached >= sampling.max_tokens
-            or len(run.prompt_ids) + reached >= spec.max_context_tokens
-        )
         return Produced(
             request_id=run.request_id,
             attempt=run.attempt,
             position=position,
             token_ids=(token_id,),
             logprobs=None if logprob is None else (logprob,),
-            finish=FinishReason.LENGTH if full else None,
+            finish=FinishReason.LENGTH if reached >= self.full_at else None,
         )
 
     def released(self) -> RequestReleased:

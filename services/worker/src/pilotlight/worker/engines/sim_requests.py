@@ -106,6 +106,18 @@ class SimRequests:
                 return False
         return True
 
+    def steps_that_fit(self, at_most: int) -> int:
+        """Steps of all requests, of which none ends, before ``all_fit`` has to be asked again."""
+        if not self._counts or not self.all_fit(at_most):
+            return 0
+        stages, held = self._stages, self._held_tokens
+        return 1 + min(
+            [
+                (stages[instance_id].kv_capacity_tokens - held[instance_id]) // count
+                for instance_id, count in self._counts.items()
+            ]
+        )
+
     def end_beyond(self, instance_id: InstanceId, kv_capacity_tokens: int) -> bool:
         """Ends those of a stage that have more tokens than it has room for; whether there were
         any.

@@ -62,14 +62,18 @@ class SimSteps:
         """Step on without time, as long as the batch is all requests and none of them ends:
         nothing else is to be decided then.
         """
-        requests, capacity_tokens = self._requests, self._requests.kv_capacity_tokens
+        requests, count = self._requests, len(batch)
+        if len(requests) != count or not count:
+            return
+        capacity_tokens, left = requests.kv_capacity_tokens, requests.steps_that_fit(MAX_BATCH)
         before_s = self._clock.monotonic_s()
         while (
-            self._tokens_at_once < TOKENS_AT_ONCE
-            and len(requests) == len(batch) > 0
-            and requests.all_fit(MAX_BATCH)
+            left > 0
+            and self._tokens_at_once < TOKENS_AT_ONCE
+            and len(requests) == count
             and self._events.has_room
         ):
+            left -= 1
             produced = tuple(requests.advance(batch))
             used_tokens, now_s = requests.kv_used_tokens, self._clock.monotonic_s()
             step = StepDone(

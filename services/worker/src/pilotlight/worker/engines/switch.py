@@ -183,6 +183,10 @@ class EngineSwitch:
         """See ``EngineClient.run``."""
         await self._having(command.instance_id).run(command)
 
+    def run_soon(self, command: Run) -> bool:
+        """See ``EngineClient.run_soon``."""
+        return self._having(command.instance_id).run_soon(command)
+
     async def abort(self, command: Abort) -> None:
         """See ``EngineClient.abort``.
 
@@ -234,6 +238,11 @@ class EngineSwitch:
 
     async def _pass_on(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
         async for told in engine.events():
+            if type(told.message) is StepDone and len(self._engines) == 1:
+                # As ``_seen`` has it, of what is said most often.
+                self._steps[kind] = told.message
+                await on_event(told)
+                continue
             for event in self._seen(kind, told.message):
                 await on_event(told if event is told.message else Timed(event, told.sent))
 
