@@ -20,6 +20,7 @@ from pilotlight.common.messages.engine import (
     ReleaseRequest,
     ResizeStage,
     Run,
+    StepDone,
     UnloadStage,
 )
 from pilotlight.common.messages.pipelines import (
@@ -148,6 +149,12 @@ class EngineClient(Protocol):
         """Everything that it says and when it did, over all its lives, until ``stop``.
 
         For one reader.
+        """
+        ...
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        """The steps that come next among ``events`` and are there already, for the same reader:
+        they are taken out.
         """
         ...
 

@@ -26,6 +26,7 @@ from pilotlight.common.messages.engine import (
     ResizeStage,
     Run,
     Shutdown,
+    StepDone,
     ToEngine,
     UnloadStage,
 )
@@ -251,6 +252,9 @@ class ProcessEngine:
 
     def events(self) -> AsyncIterator[Timed[EngineEvent]]:
         return self._events.events()
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        return self._events.steps_now()
 
     async def kill(self, reason: str, code: str = "") -> None:
         self._kill_reason, self._kill_code = reason, code

@@ -168,6 +168,22 @@ class SimRequests:
             given.append(produced)
         return given
 
+    def advance_together(self, batch: Batch, at_most: int) -> list[tuple[Produced, ...]]:
+        """Steps of a batch one after the other, as long as none of them ends a request."""
+        if at_most < 1 or any(key not in self._requests for key, _ in batch):
+            return []
+        coming = [request.coming(at_most) for _, request in batch]
+        steps = min(map(len, coming))
+        if not steps:
+            return []
+        for _, request in batch:
+            self._held_tokens[request.run.instance_id] += steps
+        given = [
+            request.advance_by(token_ids[:steps])
+            for (_, request), token_ids in zip(batch, coming, strict=True)
+        ]
+        return list(zip(*given, strict=True))
+
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
         """End a request that is here.
 
