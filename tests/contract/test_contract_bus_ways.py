@@ -6,7 +6,7 @@ import msgspec
 import nats.errors
 import pytest
 
-from pilotlight.common.errors import BusUnavailable
+from pilotlight.common.errors import BusUnavailable, NotFound
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.nats_client import WRITTEN_SOON_BYTES
 from pilotlight.common.testing import ConnectBus
@@ -46,6 +46,77 @@ async def test_order_holds_where_more_is_published_than_is_written_at_once(
     async with asyncio.timeout(DEADLINE_S):
         await done.wait()
     assert heard == list(range(200))
+
+
+async def test_what_is_heard_at_once_is_heard_in_order_whatever_listeners_raise(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    heard: list[int] = []
+    done = asyncio.Event()
+
+    def listen(note: Note) -> None:
+        heard.append(note.number)
+        if note.number == 49:
+            done.set()
+        if note.number % 5 == 0:
+            raise ValueError
+
+    other = await connect_bus("other")
+    subscription = await bus.hear("v1.heard", Note, listen)
+    for number in range(50):
+        # What cannot be read is dropped, and the next is heard.
+        await other.publish("v1.heard", "no note")
+        assert other.publish_soon("v1.heard", Note(number=number))
+    async with asyncio.timeout(DEADLINE_S):
+        await done.wait()
+    assert heard == list(range(50))
+    await subscription.end()
+    await other.publish("v1.heard", Note(number=50))
+    assert await echoed(bus, other) == Note(1)
+    assert heard == list(range(50))
+
+
+async def echoed(bus: NatsBus, other: NatsBus) -> Note:
+    """By now everything that was sent before has come."""
+    await bus.serve("v1.echo", Note, echo)
+    return await other.request("v1.echo", Note(number=1), Note, deadline_s=DEADLINE_S)
+
+
+async def test_a_request_is_answered_at_once_or_by_its_handler(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    tasks: list[str] = []
+
+    async def answer(note: Note) -> Note:
+        if note.number == 3:
+            raise NotFound("there is no third")
+        return Note(number=note.number, text="by a task")
+
+    def at_once(note: Note) -> Note | None:
+        tasks.extend(task.get_name() for task in asyncio.all_tasks())
+        if note.number == 2:
+            raise ValueError
+        return Note(number=note.number, text="at once") if note.number == 1 else None
+
+    other = await connect_bus("other")
+    await bus.serve("v1.both", Note, answer, at_once=at_once)
+    texts = [
+        (await other.request("v1.both", Note(number=number), Note, deadline_s=DEADLINE_S)).text
+        for number in (0, 1, 2)
+    ]
+    assert texts == ["by a task", "at once", "by a task"]
+    assert "serve v1.both" not in tasks
+    with pytest.raises(NotFound):
+        await other.request("v1.both", Note(number=3), Note, deadline_s=DEADLINE_S)
+
+
+async def test_nothing_is_published_soon_without_a_connection(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    other = await connect_bus("other")
+    await other.close()
+    assert not other.publish_soon("v1.late", Note(number=1))
+    assert bus.publish_soon("v1.late", Note(number=1))
 
 
 async def test_what_would_break_the_protocol_is_not_written(bus: NatsBus) -> None:

@@ -55,6 +55,31 @@ async def make(connect_bus: ConnectBus) -> Callable[..., Any]:
     return faulty
 
 
+async def test_what_takes_messages_at_once_has_the_same_faults(
+    clear: Bus, make: Callable[..., Any]
+) -> None:
+    heard, asked = Heard(), list[str]()
+
+    def listen(message: Release) -> None:
+        heard.names.append(message.grant_id)
+
+    def at_once(message: Release) -> Released:
+        asked.append(message.grant_id)
+        return Released()
+
+    twice = await make(twice=1.0)
+    await twice.hear(SUBJECT, Release, listen)
+    assert clear.publish_soon(SUBJECT, thing("one"))
+    await until(lambda: heard.names == ["one", "one"])
+    await twice.serve("v1.test.at_once", Release, heard.answer, at_once=at_once)
+    await clear.request("v1.test.at_once", thing("asked"), Released, deadline_s=5.0)
+    async with twice.breaking_off():
+        assert not twice.publish_soon(SUBJECT, thing("unsent"))
+        with pytest.raises(BusUnavailable):
+            await clear.request("v1.test.at_once", thing("away"), Released, deadline_s=5.0)
+    assert asked == ["asked"]
+
+
 def test_a_seed_says_what_becomes_of_the_nth_message_of_an_edge() -> None:
     rates = FaultRates(lost=0.2, late=0.2, twice=0.2, overtaken=0.2)
 

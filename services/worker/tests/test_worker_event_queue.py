@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from pilotlight.common.envelope import Timed
+from pilotlight.common.messages.engine import StepDone
 from pilotlight.common.messages.pipelines import DoorOpened
 from pilotlight.worker.engines.client import EngineEvent
 from pilotlight.worker.engines.event_queue import EventQueue
@@ -16,6 +17,12 @@ AT_MOST = 4
 
 def event(number: int) -> Timed[EngineEvent]:
     return Timed(DoorOpened(port=number))
+
+
+def step(number: int) -> Timed[EngineEvent]:
+    return Timed(
+        StepDone(produced=(), waiting=0, running=number, kv_free_tokens=0, step_time_s=0.0)
+    )
 
 
 def number_of(told: Timed[EngineEvent]) -> int:
@@ -56,6 +63,21 @@ async def test_an_engine_waits_for_room() -> None:
     assert number_of(await anext(listening)) == 0
     await late
     assert [number_of(await anext(listening)) for _ in range(AT_MOST)] == [1, 2, 3, 4]
+
+
+async def test_steps_that_are_there_are_heard_together_up_to_what_is_no_step() -> None:
+    queue = EventQueue(AT_MOST)
+    queue.put_all_now([step(1), step(2), event(0), step(3)])
+    late = asyncio.create_task(queue.put(step(4)))
+    await asyncio.sleep(0)
+    listening = queue.events()
+    assert await anext(listening) == step(1)
+    assert queue.steps_now() == [step(2)]
+    assert queue.steps_now() == []
+    assert await anext(listening) == event(0)
+    await late
+    assert queue.steps_now() == [step(3), step(4)]
+    assert queue.room == AT_MOST
 
 
 async def test_the_end_comes_at_once() -> None:

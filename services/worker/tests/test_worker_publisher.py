@@ -20,6 +20,7 @@ from pilotlight.common.messages.tokens import (
 )
 from pilotlight.common.service import Background
 from pilotlight.common.settings import ServiceSettings
+from pilotlight.common.testing import until
 from pilotlight.policy.ids import GatewayId, InstanceId, ModelName, RequestId, WorkerId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason, Sampling
@@ -93,6 +94,15 @@ class GatedBus:
         self.batches: list[TokenBatch] = []
         self.sending = asyncio.Event()
         self.gate = asyncio.Event()
+        self.at_once = 0
+        """Messages that it takes without waiting."""
+
+    def publish_soon(self, subject: str, message: TokenBatch, **_: Any) -> bool:
+        if self.at_once:
+            self.at_once -= 1
+            self.batches.append(message)
+            return True
+        return False
 
     async def publish(self, subject: str, message: TokenBatch, **_: Any) -> None:
         self.batches.append(message)
@@ -203,6 +213,33 @@ async def test_what_collects_while_a_message_is_on_its_way_leaves_with_the_next(
         entry_of("req-1", 1, 11, 12, 13),
         entry_of("req-2", 1, 22, 23),
     ]
+
+
+async def test_what_the_bus_does_not_take_at_once_is_sent_by_a_task(
+    make_context: Any, make_steps: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "MAX_BATCH_TOKENS", 2)
+    context = make_context("worker", ServiceSettings())
+    bus = GatedBus()
+    bus.at_once = 1
+    steps = make_steps(bus, context.background)
+    for request in ("req-1", "req-2", "req-3"):
+        steps.table.accept(submit(request))
+    for number, request in enumerate(("req-1", "req-2", "req-3")):
+        steps.give(request, 0, number, number + 1)
+    steps.publisher.flush()
+    async with asyncio.timeout(5):
+        await bus.sending.wait()
+    assert [[entry.request_id for entry in batch.entries] for batch in bus.batches] == [
+        ["req-1"],
+        ["req-2"],
+    ]
+    bus.gate.set()
+    bus.at_once = 1
+    steps.give("req-1", 2, 7)
+    steps.publisher.flush()
+    await until(lambda: len(bus.batches) == 4)
+    assert [batch.entries[0].request_id for batch in bus.batches[2:]] == ["req-3", "req-1"]
 
 
 async def test_too_many_tokens_for_one_message_leave_in_several(

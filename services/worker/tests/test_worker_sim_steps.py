@@ -60,8 +60,14 @@ class Engine:
                 self.steps.append(told.message)
                 self._stepped.set()
 
-    async def run(self, name: str, max_tokens: int) -> None:
-        sampling = Sampling(seed=5, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    async def run(self, name: str, max_tokens: int, stop: int | None = None) -> None:
+        sampling = Sampling(
+            seed=5,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=stop is None,
+            stop_token_ids=() if stop is None else (stop,),
+        )
         await self.engine.run(
             Run(
                 request_id=RequestId(name),
@@ -104,6 +110,23 @@ async def test_one_token_in_each_step_whatever_time_they_take(
             assert len(set(names)) == len(names)
         last = engine.steps[-1]
         assert (last.running, last.waiting, last.kv_used_tokens) == (0, 0, 0)
+
+
+async def test_steps_without_time_stop_where_others_do(model: Model) -> None:
+    tokens = SimTokens.after(5, [1, 2, 3], model.spec.vocab_size)
+    expected = [tokens.draw(with_logprob=False)[0] for _ in range(12)]
+    ends: list[list[list[int]]] = []
+    for decode_step_s in (0.0, 0.0002):
+        async with Engine(model, decode_step_s) as engine:
+            await engine.run("a", 40, stop=expected[-1])
+            await engine.run("b", 7, stop=expected[-1])
+            await engine.until(lambda engine=engine: ended(engine, {"a": 0, "b": 0}))
+            assert engine.of("a")[-1].finish is FinishReason.STOP
+            ends.append(
+                [[token for one in engine.of(name) for token in one.token_ids] for name in "ab"]
+            )
+    first = expected.index(expected[-1])
+    assert ends[0] == ends[1] == [expected[:first], expected[: min(first, 7)]]
 
 
 def ended(engine: Engine, names: dict[str, int]) -> bool:

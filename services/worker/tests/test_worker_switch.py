@@ -3,7 +3,7 @@ the others.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,11 @@ class Followed:
         self.switch = EngineSwitch(
             {kind: lambda kind=kind: make(kind) for kind in kinds}, self.background
         )
-        self.switch.follow(self._on_event)
+        self.switch.follow(self._on_event, self._on_steps)
+
+    async def _on_steps(self, steps: Sequence[Timed[StepDone]]) -> None:
+        for told in steps:
+            await self._on_event(Timed(told.message, told.sent))
 
     async def _on_event(self, told: Timed[EngineEvent]) -> None:
         self.events.append(told.message)

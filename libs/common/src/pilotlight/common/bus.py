@@ -18,6 +18,10 @@ T = TypeVar("T")
 Req = TypeVar("Req")
 Handler = Callable[[Req], Awaitable[object]]
 Listener = Callable[[Req], Awaitable[None]]
+AtOnceHandler = Callable[[Req], object | None]
+"""Makes the reply without waiting for anything; None: a ``Handler`` is to be asked."""
+AtOnceListener = Callable[[Req], None]
+"""Never waits."""
 
 
 class Subscription(Protocol):
@@ -83,8 +87,22 @@ class Bus(Protocol):
         """
         ...
 
+    def publish_soon(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> bool:
+        """As ``publish``, from where nothing can be waited for; False: it was not sent, because
+        that would have to wait, or there is no connection.
+        """
+        ...
+
     async def serve(
-        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+        self,
+        subject: str,
+        request_type: type[Req],
+        handler: Handler[Req],
+        *,
+        queue: str = "",
+        at_once: AtOnceHandler[Req] | None = None,
     ) -> Subscription:
         """Answer requests, several at a time; what ``handler`` raises reaches the requester as the
         same error.
@@ -96,6 +114,21 @@ class Bus(Protocol):
             request_type: what requests are decoded as.
             handler: makes the reply.
             queue: servers that name the same one share the requests; empty: each server gets all.
+            at_once: is asked before ``handler``, and takes no task where it makes the reply. What
+                it raises is not told: ``handler`` is asked then, too.
+        """
+        ...
+
+    async def hear(
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: AtOnceListener[Req],
+        *,
+        binary: bool = False,
+    ) -> Subscription:
+        """As ``subscribe``, for a listener that never waits: it is called as messages come, without
+        a queue between.
         """
         ...
 

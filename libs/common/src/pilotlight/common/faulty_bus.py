@@ -35,7 +35,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import structlog
 
 from pilotlight.common.buckets import Bucket, Found
-from pilotlight.common.bus import Bus, Handler, Listener, Subscription, subject_family
+from pilotlight.common.bus import (
+    AtOnceHandler,
+    AtOnceListener,
+    Bus,
+    Handler,
+    Listener,
+    Subscription,
+    subject_family,
+)
 from pilotlight.common.errors import BusUnavailable, DeadlineExceeded, PilotlightError
 from pilotlight.common.fault_schedule import Drawn, Fault, FaultSchedule
 from pilotlight.common.waiting import cancel_all, pause, within
@@ -122,6 +130,13 @@ class FaultyBus:
         else:
             self._unsent.append(_Unsent(subject, message, binary, sent))
 
+    def publish_soon(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> bool:
+        return self._up.is_set() and self._bus.publish_soon(
+            subject, message, binary=binary, sent=sent
+        )
+
     async def request(
         self, subject: str, message: object, reply_type: type[T], *, deadline_s: float
     ) -> T:
@@ -137,14 +152,25 @@ class FaultyBus:
             raise
 
     async def serve(
-        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+        self,
+        subject: str,
+        request_type: type[Req],
+        handler: Handler[Req],
+        *,
+        queue: str = "",
+        at_once: AtOnceHandler[Req] | None = None,
     ) -> Subscription:
         async def answer(request: Req) -> object:
             if not self._up.is_set():
                 raise BusUnavailable(f"{self._endpoint} is broken off")
             return await handler(request)
 
-        return await self._bus.serve(subject, request_type, answer, queue=queue)
+        def answer_at_once(request: Req) -> object | None:
+            return at_once(request) if at_once is not None and self._up.is_set() else None
+
+        return await self._bus.serve(
+            subject, request_type, answer, queue=queue, at_once=answer_at_once
+        )
 
     async def subscribe(
         self,
@@ -160,6 +186,19 @@ class FaultyBus:
             subject, message_type, deliveries.take, queue=queue, binary=binary
         )
         return deliveries
+
+    async def hear(
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: AtOnceListener[Req],
+        *,
+        binary: bool = False,
+    ) -> Subscription:
+        async def listen(message: Req) -> None:
+            listener(message)
+
+        return await self.subscribe(subject, message_type, listen, binary=binary)
 
     async def publish_event(self, subject: str, event_id: str, message: object) -> None:
         await self.confirmed(

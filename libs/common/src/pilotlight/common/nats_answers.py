@@ -6,12 +6,12 @@ from typing import Any, Generic, TypeVar
 
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from pilotlight.common.bus import Handler, subject_family
+from pilotlight.common.bus import AtOnceHandler, Handler, subject_family
 from pilotlight.common.errors import InternalError, PilotlightError, QueueFull
 from pilotlight.common.messages.codec import decode_json, encode_json
+from pilotlight.common.nats_client import KeptClient
 from pilotlight.common.nats_subscription import BusSubscription
 from pilotlight.common.telemetry import server_span
 from pilotlight.common.waiting import Begun
@@ -37,11 +37,12 @@ class Answers(Generic[Req]):
 
     def __init__(
         self,
-        client: Client,
+        client: KeptClient,
         fitting: Callable[[bytes], bytes],
         subject: str,
         request_type: type[Req],
         handler: Handler[Req],
+        at_once: AtOnceHandler[Req] | None = None,
     ) -> None:
         """Nothing is answered before ``to``.
 
@@ -51,12 +52,14 @@ class Answers(Generic[Req]):
             subject: Served here; named in errors and logs.
             request_type: What its messages are decoded as.
             handler: Gives the answer, or raises an error that is the answer.
+            at_once: Gives some answers without a task.
         """
         self._client = client
         self._fitting = fitting
         self._subject = subject
         self._request_type = request_type
         self._handler = handler
+        self._at_once = at_once
         self._span_name = f"serve {subject_family(subject)}"
 
     def at_once(self, subscribed: BusSubscription) -> Callable[[Msg], bool]:
@@ -68,6 +71,8 @@ class Answers(Generic[Req]):
         def take(msg: Msg) -> bool:
             if len(tasks) >= MAX_CONCURRENT_REQUESTS:
                 return False
+            if self._answered_at_once(msg):
+                return True
             task = asyncio.create_task(self._answer(msg), name=name)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -87,6 +92,21 @@ class Answers(Generic[Req]):
                 )
 
         return on_message
+
+    def _answered_at_once(self, msg: Msg) -> bool:
+        """Answer without a task; False: what answers others is to be asked."""
+        if self._at_once is None:
+            return False
+        try:
+            with server_span(self._span_name, msg.headers):
+                reply = self._at_once(decode_json(msg.data, self._request_type))
+                data = None if reply is None else self._fitting(encode_json(reply))
+        except Exception as error:  # noqa: BLE001 - the handler finds it, too, and tells it
+            log.debug(
+                "not answered at once", action="bus_not_at_once", subject=self._subject, error=error
+            )
+            return False
+        return data is not None and self._client.publish_soon(msg.reply, data)
 
     async def _answer(self, msg: Msg) -> None:
         subject = self._subject

@@ -3,9 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import nats.errors
 import structlog
@@ -13,14 +11,20 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from pilotlight.common.buckets import Bucket, NatsBucket, jetstream, write_failure
-from pilotlight.common.bus import Handler, Listener, Subscription, subject_family
-from pilotlight.common.envelope import opened, stamped
+from pilotlight.common.bus import (
+    AtOnceHandler,
+    AtOnceListener,
+    Handler,
+    Listener,
+    Subscription,
+    subject_family,
+)
+from pilotlight.common.envelope import stamped
 from pilotlight.common.errors import (
     BusDenied,
     BusUnavailable,
     DeadlineExceeded,
     MessageTooLarge,
-    MessageUndecodable,
     error_of,
 )
 from pilotlight.common.messages.codec import (
@@ -32,7 +36,8 @@ from pilotlight.common.messages.codec import (
 )
 from pilotlight.common.nats_answers import DEADLINE_HEADER, ERROR_HEADER, RETRY_HEADER, Answers
 from pilotlight.common.nats_client import AtOnce, KeptClient
-from pilotlight.common.nats_subscription import BusSubscription, hear
+from pilotlight.common.nats_servers import servers_of
+from pilotlight.common.nats_subscription import BusSubscription, hear, hear_at_once, told_by
 from pilotlight.common.pulse import Pulse
 from pilotlight.common.settings import BusSettings
 from pilotlight.common.telemetry import client_span, inject, server_span
@@ -92,7 +97,7 @@ class NatsBus:
             return bus
         await cancel_all((connecting,))
         await bus._client.leave()
-        server = _server_of(settings, user)
+        server = servers_of(settings, user)
         if bus._refused.done():
             whose = (
                 f"with the password of nats-{user}"
@@ -110,7 +115,7 @@ class NatsBus:
         )
 
     async def _connect(self, settings: BusSettings, user: str, name: str) -> None:
-        server = _server_of(settings, user)
+        server = servers_of(settings, user)
         options: dict[str, Any] = {
             "servers": list(server.urls),
             "name": name,
@@ -185,11 +190,24 @@ class NatsBus:
                 )
             return decode_json(reply.data, reply_type)
 
+    def publish_soon(
+        self, subject: str, message: object, *, binary: bool = False, sent: Moment | None = None
+    ) -> bool:
+        data = self._fitting(encode_msgpack(message) if binary else encode_json(message))
+        headers = stamped(inject({}), sent) or None
+        return self._client.publish_soon(self._prefix + subject, data, headers=headers)
+
     async def serve(
-        self, subject: str, request_type: type[Req], handler: Handler[Req], *, queue: str = ""
+        self,
+        subject: str,
+        request_type: type[Req],
+        handler: Handler[Req],
+        *,
+        queue: str = "",
+        at_once: AtOnceHandler[Req] | None = None,
     ) -> Subscription:
         subscribed = BusSubscription(self._subscriptions)
-        answers = Answers(self._client, self._fitting, subject, request_type, handler)
+        answers = Answers(self._client, self._fitting, subject, request_type, handler, at_once)
         return await self._subscribe(
             subject, queue, answers.to(subscribed), subscribed, answers.at_once(subscribed)
         )
@@ -207,21 +225,34 @@ class NatsBus:
         decode = decode_msgpack if binary else decode_json
 
         async def on_message(msg: Msg) -> None:
-            try:
-                message = opened(msg.data, msg.headers, message_type, decode)
-            except MessageUndecodable as error:
-                log.error(
-                    "message dropped",
-                    action="bus_undecodable",
-                    subject=msg.subject,
-                    error=error.message,
-                )
-                return
-            with subscribed as wanted, server_span("", msg.headers, record=False):
-                if wanted:
-                    await hear(listener, message, subject)
+            for message in told_by(msg, message_type, decode):
+                with subscribed as wanted, server_span("", msg.headers, record=False):
+                    if wanted:
+                        await hear(listener, message, subject)
 
         return await self._subscribe(subject, queue, on_message, subscribed)
+
+    async def hear(
+        self,
+        subject: str,
+        message_type: type[Req],
+        listener: AtOnceListener[Req],
+        *,
+        binary: bool = False,
+    ) -> Subscription:
+        subscribed = BusSubscription(self._subscriptions)
+        decode = decode_msgpack if binary else decode_json
+
+        def take(msg: Msg) -> bool:
+            for message in () if subscribed.ended else told_by(msg, message_type, decode):
+                with server_span("", msg.headers, record=False):
+                    hear_at_once(listener, message, subject)
+            return True
+
+        async def on_message(msg: Msg) -> None:
+            take(msg)
+
+        return await self._subscribe(subject, "", on_message, subscribed, take)
 
     async def publish_event(self, subject: str, event_id: str, message: object) -> None:
         data = self._fitting(encode_json(message))
@@ -365,32 +396,3 @@ async def _logged(callback: Callable[[], Awaitable[None]]) -> None:
 def bucket_name(prefix: str, name: str) -> str:
     """A bucket's name on the server."""
     return (prefix + name).replace(".", "_")
-
-
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """Where to connect, and as which user. The URL holds no password: it stands in messages."""
-
-    urls: tuple[str, ...]
-    user: str | None
-    password: str | None
-
-    @property
-    def url(self) -> str:
-        """For messages."""
-        return ",".join(self.urls)
-
-
-def _server_of(settings: BusSettings, user: str) -> _Server:
-    """Credentials in the URL are an operator's own and go first: a server that was not set up by us
-    does not know our users.
-
-    Several URLs are those of one cluster; the first one's credentials are for all.
-    """
-    urls = [one.strip() for one in settings.nats_url.split(",")]
-    parts = [urlsplit(one) for one in urls]
-    if parts[0].username:
-        bare = [one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in parts]
-        return _Server(tuple(bare), unquote(parts[0].username), unquote(parts[0].password or ""))
-    password = settings.password_of(user)
-    return _Server(tuple(urls), user if password else None, password)

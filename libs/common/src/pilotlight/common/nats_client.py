@@ -8,7 +8,8 @@ owner here, by overriding them: nats-py has no other place for that.
 
 What is short here is done for every request of a client. An answer goes straight to the request
 that waits for it: nats-py has it pass a queue and a task, and the request wait with a second
-future. So does a request of a served subject go to what answers it (``at_once``). What is
+future. So does a request of a served subject go to what answers it, and a message to a listener
+that never waits (``at_once``): in the call that brings its bytes (``nats_reading``). What is
 published in one turn of the loop is written in the next one, together; nats-py has a queue, a
 future and a task for that. Where the server does not keep up, and around a break, everything goes
 its way, which waits.
@@ -21,6 +22,7 @@ import re
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import ParseResult
 
 import nats.errors
 import structlog
@@ -28,8 +30,9 @@ from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
-from nats.protocol.parser import PERMISSIONS_ERR
+from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR
 
+from pilotlight.common.nats_reading import Reader, Take, cut
 from pilotlight.common.waiting import Backoff, pause
 
 log = structlog.get_logger()
@@ -55,7 +58,28 @@ class _Closed(nats.errors.Error, ConnectionResetError):
 
 
 class _Connection(TcpTransport):
-    """A connection that says the same of a closed socket on every loop."""
+    """A connection that says the same of a closed socket on every loop, and hands messages over as
+    they come.
+    """
+
+    def __init__(self, take: Take) -> None:
+        """``take`` is offered what comes, before nats-py is."""
+        super().__init__()
+        self._take = take
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        loop, where = asyncio.get_running_loop(), (uri.hostname, uri.port)
+        reader = Reader(
+            buffer_size, lambda data: self._take(data) if self._io_reader is reader else 0
+        )
+        connecting: Any = loop.create_connection
+        async with asyncio.timeout(connect_timeout):
+            transport, protocol = await connecting(
+                lambda: asyncio.StreamReaderProtocol(reader, loop=loop), *where
+            )
+        self._bare_io_reader = self._io_reader = reader
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        self._bare_io_writer = self._io_writer = writer
 
     def __bool__(self) -> bool:
         # nats-py would put one of its own in the place of one that is false.
@@ -141,11 +165,15 @@ class KeptClient(Client):
         reply: str = "",
         headers: dict[str, Any] | None = None,
     ) -> None:
-        if not self._publish_soon(subject, payload, reply, headers):
+        if not self.publish_soon(subject, payload, reply, headers):
             await super().publish(subject, payload, reply, headers)
 
-    def _publish_soon(
-        self, subject: str, payload: bytes, reply: str, headers: dict[str, Any] | None
+    def publish_soon(
+        self,
+        subject: str,
+        payload: bytes,
+        reply: str = "",
+        headers: dict[str, Any] | None = None,
     ) -> bool:
         """Have a message written in the next turn of the loop; False where it has to go the longer
         way: for that it must wait, or be refused.
@@ -182,10 +210,11 @@ class KeptClient(Client):
         """Write what was published; what cannot be stays for the next connection."""
         self._writes_soon = False
         connection = self._transport
-        if not self.is_connected or not isinstance(connection, _Connection):
+        pending = self._pending
+        if not pending or not self.is_connected or not isinstance(connection, _Connection):
             return
         try:
-            connection.writelines(self._pending)
+            connection.write(pending[0] if len(pending) == 1 else b"".join(pending))
         except OSError:
             # The task that writes finds the same, and has the client reconnect.
             if self._flush_queue is not None and self._flush_queue.empty():
@@ -221,23 +250,49 @@ class KeptClient(Client):
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
-        parts: Any = self
-        take = self._at_once.get(sid)
-        if (
-            take is not None
-            and sid in self._subs
-            and (not headers or headers.startswith(_HEAD))
-            and take(parts._build_message(sid, subject, reply, data, _told(headers)))
-        ):
+        if self._deliver(sid, subject, reply, data, headers):
             return
         answers = self._resp_sub_prefix
         if answers is None or not subject.startswith(bytes(answers)):
             await super()._process_msg(sid, subject, reply, data, headers)
             return
+        parts: Any = self
         told: Any = await parts._process_headers(headers)
-        answer = self._asked.get(subject[len(answers) :].decode())
+        self._answered(subject, parts._build_message(sid, subject, reply, data, told))
+
+    def _take(self, data: bytes) -> int:
+        """Of bytes that came, those that are delivered at once; none where nats-py's parser has a
+        part of a message already.
+        """
+        parser: Any = self._ps
+        if parser.buf or parser.state != AWAITING_CONTROL_LINE:
+            return 0
+        return cut(data, self._deliver)
+
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> bool:
+        """Hand a message to whoever takes it at once; False where nobody does, or where its headers
+        are not as ``publish`` writes them.
+        """
+        if headers and not headers.startswith(_HEAD):
+            return False
+        take, answers = self._at_once.get(sid), self._resp_sub_prefix
+        if take is None and (answers is None or not subject.startswith(bytes(answers))):
+            return False
+        if take is not None and sid not in self._subs:
+            return False
+        parts: Any = self
+        message: Msg = parts._build_message(sid, subject, reply, data, _told(headers))
+        if take is not None:
+            return take(message)
+        self._answered(subject, message)
+        return True
+
+    def _answered(self, subject: bytes, message: Msg) -> None:
+        """Give an answer to the request that waits for it, if one does."""
+        assert self._resp_sub_prefix is not None
+        answer = self._asked.get(subject[len(self._resp_sub_prefix) :].decode())
         if answer is not None and not answer.done():
-            answer.set_result(parts._build_message(sid, subject, reply, data, told))
+            answer.set_result(message)
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._at_once.pop(sid, None)
@@ -245,7 +300,7 @@ class KeptClient(Client):
 
     async def _connect_to_server(self, s: Srv) -> None:
         if self._transport is None and s.uri.scheme not in ("ws", "wss"):
-            self._transport = _Connection()
+            self._transport = _Connection(self._take)
         await super()._connect_to_server(s)
 
     async def _attempt_reconnect(self) -> None:

@@ -3,14 +3,17 @@ first.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import nats.errors
 import structlog
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from pilotlight.common.bus import Listener
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.bus import AtOnceListener, Listener
+from pilotlight.common.envelope import opened
+from pilotlight.common.errors import MessageUndecodable, PilotlightError
 from pilotlight.common.waiting import cancel_all
 
 log = structlog.get_logger()
@@ -33,6 +36,11 @@ class BusSubscription:
         self._listener: asyncio.Task[Any] | None = None
         self._ended = False
         registry.add(self)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is to be taken any more."""
+        return self._ended
 
     def __enter__(self) -> bool:
         """Around a listener's call; False once the subscription has ended."""
@@ -83,9 +91,39 @@ async def hear(listener: Listener[Req], message: Req, subject: str) -> None:
     """Give a message to its listener; what that raises is logged, and the subscription goes on."""
     try:
         await listener(message)
-    except PilotlightError as error:
+    except Exception as error:  # noqa: BLE001 - a listener's bug must not end the subscription
+        _tell(error, subject)
+
+
+def hear_at_once(listener: AtOnceListener[Req], message: Req, subject: str) -> None:
+    """As ``hear``, for a listener that never waits."""
+    try:
+        listener(message)
+    except Exception as error:  # noqa: BLE001 - likewise
+        _tell(error, subject)
+
+
+def told_by(
+    msg: Msg, message_type: type[Req], decode: Callable[[bytes, Any], Any]
+) -> tuple[Req, ...]:
+    """What a notification says; nothing of one that cannot be read."""
+    try:
+        return (opened(msg.data, msg.headers, message_type, decode),)
+    except MessageUndecodable as error:
+        log.error(
+            "message dropped",
+            action="bus_undecodable",
+            subject=msg.subject,
+            error=error.message,
+        )
+        return ()
+
+
+def _tell(error: Exception, subject: str) -> None:
+    """Log what a listener raised."""
+    if isinstance(error, PilotlightError):
         log.warning(
             "listener refused", action="bus_listener_refused", subject=subject, error=error.message
         )
-    except Exception:  # a listener's bug must not end the subscription
-        log.exception("listener failed", action="bus_listener_failed", subject=subject)
+    else:
+        log.error("listener failed", action="bus_listener_failed", subject=subject, exc_info=error)

@@ -39,7 +39,8 @@ class DeviceShares:
 
     def so_far_s(self, user: Hashable, now_s: float) -> float:
         """Device-seconds that a user has had; 0 of one that is not known."""
-        self._advance(now_s)
+        if now_s > self._at_s:
+            self._advance(now_s)
         return self._clock_s - self._begun.get(user, self._clock_s)
 
     def end(self, user: Hashable, now_s: float) -> float:

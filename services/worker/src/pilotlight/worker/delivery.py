@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from pilotlight.common.messages.engine import Produced
+from pilotlight.common.envelope import Timed
+from pilotlight.common.messages.engine import Produced, StepDone
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
@@ -33,25 +34,23 @@ class TokenDelivery:
         """Send what is left."""
         await self._publisher.drain()
 
-    def take(
-        self,
-        produced: Sequence[Produced],
-        sampled: Moment | None,
-        unproven: Collection[InstanceId],
-    ) -> bool:
-        """Hand a step's tokens out, or keep them back; true when a request has ended.
+    def take(self, steps: Sequence[Timed[StepDone]], unproven: Collection[InstanceId]) -> bool:
+        """Hand the tokens of steps out, or keep them back; true when a request has ended.
 
         Args:
-            produced: what the step gave.
-            sampled: when it had it.
+            steps: with the moments at which they had them.
             unproven: instances whose tokens are kept back; most of the time there are none.
 
         Raises:
             InternalError: the engine's books are wrong.
         """
+        given = [(told.message.produced, told.sent) for told in steps]
         if unproven:
-            produced = self._keep_back(produced, sampled, unproven)
-        return self._hand_out(produced, sampled)
+            given = [
+                (self._keep_back(produced, sampled, unproven), sampled)
+                for produced, sampled in given
+            ]
+        return self._hand_out(given)
 
     def release(self, instance_id: InstanceId) -> bool:
         """The parts were whole: hand out what was kept back; true when a request has ended.
@@ -59,10 +58,8 @@ class TokenDelivery:
         Raises:
             InternalError: the engine's books are wrong.
         """
-        ended = False
-        for one, sampled in self._kept.pop(instance_id, []):
-            ended |= self._hand_out((one,), sampled)
-        return ended
+        kept = self._kept.pop(instance_id, [])
+        return self._hand_out([((one,), sampled) for one, sampled in kept])
 
     def discard(self, instance_id: InstanceId) -> None:
         """The parts were not whole, or the engine is gone: forget what was kept back."""
@@ -86,7 +83,7 @@ class TokenDelivery:
         produced: Sequence[Produced],
         sampled: Moment | None,
         unproven: Collection[InstanceId],
-    ) -> list[Produced]:
+    ) -> tuple[Produced, ...]:
         """What may leave; the rest is kept."""
         now: list[Produced] = []
         for one in produced:
@@ -95,26 +92,27 @@ class TokenDelivery:
                 self._kept.setdefault(instance_id, []).append((one, sampled))
             else:
                 now.append(one)
-        return now
+        return tuple(now)
 
-    def _hand_out(self, produced: Sequence[Produced], sampled: Moment | None) -> bool:
+    def _hand_out(self, given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> bool:
         table, metrics, add = self._core.table, self._core.metrics, self._publisher.add
         now_s = self._core.clock.monotonic_s()
         spans = self._spans.any
         tokens, ended = 0, False
         try:
-            for one in produced:
-                if spans:
-                    self._spans.end(RequestKey(one.request_id, one.attempt))
-                tokens += len(one.token_ids)
-                if one.finish is not None:
-                    ended = True
-                    metrics.ended(one.finish)
-                unsent = table.produced(one, now_s)
-                if unsent is not None:
-                    add(unsent, sampled)
+            for produced, sampled in given:
+                for one in produced:
+                    if spans:
+                        self._spans.end(RequestKey(one.request_id, one.attempt))
+                    tokens += len(one.token_ids)
+                    if one.finish is not None:
+                        ended = True
+                        metrics.ended(one.finish)
+                    unsent = table.produced(one, now_s)
+                    if unsent is not None:
+                        add(unsent, sampled)
         finally:
-            # Also of a step in which something is wrong: what was handed out before it is right.
+            # Also of steps in which something is wrong: what was handed out before it is right.
             metrics.gave(tokens)
             self._publisher.flush()
         if ended:

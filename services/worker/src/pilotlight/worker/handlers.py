@@ -62,12 +62,14 @@ class Handlers:
         """Listen."""
         bus, worker_id = self._core.bus, self._core.worker_id
         self._subscriptions = [
-            await bus.serve(submit_subject(worker_id), Submit, self.submit),
+            await bus.serve(
+                submit_subject(worker_id), Submit, self.submit, at_once=self.submit_at_once
+            ),
             await bus.serve(resend_subject(worker_id), Resend, self.resend),
             await bus.serve(give_up_subject(worker_id), GiveUp, self.give_up),
             await bus.subscribe(lend_subject(worker_id), Lend, self.lend),
             await bus.subscribe(cancel_subject(worker_id), Cancel, self.cancel),
-            await bus.subscribe(ack_subject(worker_id), Ack, self.acknowledge),
+            await bus.hear(ack_subject(worker_id), Ack, self.acknowledge),
             await bus.subscribe(worker_hold_subject(worker_id), Timed[WorkerHold], self.hold),
         ]
 
@@ -105,15 +107,8 @@ class Handlers:
                 message=error.message,
                 retry_after_s=error.retry_after_s or 0.0,
             )
-        self._core.table.shares.begin(key, self._core.clock.monotonic_s())
-        self._core.metrics.accepted.inc()
-        self._core.make_way()
-        self._spans.begin(key, submit.instance_id, trace_parent)
-        deadline_s = (
-            None
-            if submit.deadline_in_s is None
-            else self._core.clock.monotonic_s() + submit.deadline_in_s
-        )
+        self._accepted(key, submit, trace_parent)
+        deadline_s = self._deadline_s(submit)
         if submit.sampling.grammar is None:
             await self._run(submit, deadline_s)
         else:
@@ -124,6 +119,31 @@ class Handlers:
                 "run with a grammar", self._run_with_grammar(submit, deadline_s, text_digest)
             )
         await self._abort(superseded)
+        return SubmitReply(accepted=True)
+
+    def submit_at_once(self, submit: Submit) -> SubmitReply | None:
+        """As ``submit``, for a request for which nothing has to be waited; None of any other."""
+        core, key = self._core, RequestKey(submit.request_id, submit.attempt)
+        held = self._stages.held.get(submit.instance_id)
+        if (
+            held is None
+            or not held.serves
+            or not core.engine.alive
+            or submit.sampling.grammar is not None
+            or core.table.knows(key)
+            or core.table.has_attempts(submit.request_id)
+            or _reach_tokens(submit, held.hold) > held.kv_capacity_tokens
+        ):
+            return None
+        try:
+            _check_room(submit, held.hold, held.kv_capacity_tokens)
+            core.table.accept(submit)
+        except PilotlightError:
+            return None
+        self._accepted(key, submit, current_traceparent())
+        if not core.engine.run_soon(_command(submit, submit.deadline_in_s)):
+            running = self._run(submit, self._deadline_s(submit))
+            core.background.spawn("run a request", running)
         return SubmitReply(accepted=True)
 
     async def lend(self, lend: Lend) -> None:
@@ -140,11 +160,12 @@ class Handlers:
         """Drop requests that no client waits for."""
         await self._abort(self._core.table.cancel(cancel.gateway_id, cancel.request_ids))
 
-    async def acknowledge(self, ack: Ack) -> None:
+    def acknowledge(self, ack: Ack) -> None:
         """Forget what has arrived."""
         now_s = self._core.clock.monotonic_s()
         done = [self._core.table.acknowledge(ack.gateway_id, entry, now_s) for entry in ack.entries]
-        await self._abort(tuple(key for key in done if key is not None))
+        if abandoned := tuple([key for key in done if key is not None]):
+            self._core.background.spawn("abort what is done with", self._abort(abandoned))
 
     async def hold(self, told: Timed[WorkerHold]) -> None:
         """Hold this from now on, and nothing else."""
@@ -185,12 +206,22 @@ class Handlers:
             if began and held_tokens_of(submit) <= lending.alone_tokens(held):
                 raise NotLoaded(error.message, retry_after_s=RETRY_AFTER_S) from error
             raise
-        context = serving.hold.model.spec.max_context_tokens
-        reach = len(submit.prompt_ids) + submit.sampling.max_tokens
-        # A prompt that is pooled may fill the context, and its one token counts all the same.
-        reach = reach if submit.sampling.pooled is not None else min(reach, context)
+        reach = _reach_tokens(submit, serving.hold)
         if reach > held.kv_capacity_tokens:
             await lending.reach(held, reach)
+
+    def _accepted(self, key: RequestKey, submit: Submit, trace_parent: str) -> None:
+        """The table has taken a request."""
+        core = self._core
+        core.table.shares.begin(key, core.clock.monotonic_s())
+        core.metrics.accepted.inc()
+        core.make_way()
+        self._spans.begin(key, submit.instance_id, trace_parent)
+
+    def _deadline_s(self, submit: Submit) -> float | None:
+        """Until when it must have ended, on this worker's clock."""
+        in_s = submit.deadline_in_s
+        return None if in_s is None else self._core.clock.monotonic_s() + in_s
 
     async def _run_with_grammar(
         self, submit: Submit, deadline_s: float | None, text_digest: Digest
@@ -216,20 +247,8 @@ class Handlers:
     async def _run(
         self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None
     ) -> None:
-        command = Run(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            instance_id=submit.instance_id,
-            prompt_ids=submit.prompt_ids,
-            output_ids=submit.output_ids,
-            sampling=submit.sampling,
-            vocabulary=vocabulary,
-            deadline_in_s=None
-            if deadline_s is None
-            else deadline_s - self._core.clock.monotonic_s(),
-            share=submit.share,
-            promise=submit.promise,
-        )
+        left_s = None if deadline_s is None else deadline_s - self._core.clock.monotonic_s()
+        command = _command(submit, left_s, vocabulary)
         try:
             await self._core.engine.run(command)
         except EngineFailed as error:
@@ -255,6 +274,23 @@ class Handlers:
                 )
 
 
+def _command(
+    submit: Submit, deadline_in_s: float | None, vocabulary: Vocabulary | None = None
+) -> Run:
+    return Run(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        instance_id=submit.instance_id,
+        prompt_ids=submit.prompt_ids,
+        output_ids=submit.output_ids,
+        sampling=submit.sampling,
+        vocabulary=vocabulary,
+        deadline_in_s=deadline_in_s,
+        share=submit.share,
+        promise=submit.promise,
+    )
+
+
 def _cancelled(submit: Submit) -> Produced:
     return Produced(
         request_id=submit.request_id,
@@ -267,6 +303,15 @@ def _cancelled(submit: Submit) -> Produced:
 def held_tokens_of(submit: Submit) -> int:
     """Tokens that must be there to go on with a request."""
     return len(submit.prompt_ids) + len(submit.output_ids)
+
+
+def _reach_tokens(submit: Submit, hold: Hold) -> int:
+    """Tokens that a request may come to."""
+    reach = len(submit.prompt_ids) + submit.sampling.max_tokens
+    # A prompt that is pooled may fill the context, and its one token counts all the same.
+    if submit.sampling.pooled is not None:
+        return reach
+    return min(reach, hold.model.spec.max_context_tokens)
 
 
 def _check_room(submit: Submit, hold: Hold, kv_limit_tokens: int) -> None:

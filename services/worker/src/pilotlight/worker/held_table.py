@@ -48,8 +48,17 @@ class HeldTable:
 
     @property
     def unproven(self) -> tuple[InstanceId, ...]:
-        """See ``Stages.unproven``: asked for with every step."""
-        return tuple([one for one, held in self._held.items() if held.unproven])
+        """Instances of which every part is in its place, and it has not been found yet that all of
+        them were whole when they were copied. Asked for with every step.
+        """
+        return tuple(
+            [
+                one
+                for one, held in self._held.items()
+                # For most this says it all.
+                if (held.grown is not None or held.state is HeldState.LOADING) and held.unproven
+            ]
+        )
 
     @property
     def busy(self) -> bool:

@@ -4,6 +4,8 @@ There is no timer where the system keeps up: tokens leave as soon as they are th
 collects while a message is on its way to the bus leaves with the next one. Steps that take less
 than ``SHORTEST_S`` share messages, too. The rate grows with workers, not with requests. A message
 may be lost: what it held is in the request table until it is acknowledged.
+
+Where the bus takes a message at once, no task has a part in it; where it does not, one waits.
 """
 
 import asyncio
@@ -60,6 +62,11 @@ class TokenPublisher:
         self._unsent: dict[GatewayId, dict[RequestKey, int]] = {}
         self._sampled: dict[GatewayId, Moment] = {}
         self._wake = asyncio.Event()
+        self._due: asyncio.Handle | None = None
+        """Sends what the bus takes at once."""
+        self._last_s = -SHORTEST_S
+        self._waits = False
+        """The task is under way, or about to be: for what the bus did not take at once."""
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
     def add(self, unsent: Unsent, sampled: Moment | None = None) -> None:
@@ -76,8 +83,16 @@ class TokenPublisher:
 
     def flush(self) -> None:
         """A step is over: send what it produced."""
-        if self._unsent:
+        if self._waits:
             self._wake.set()
+        elif self._unsent and self._due is None:
+            early_s = self._last_s + SHORTEST_S - self._clock.monotonic_s()
+            loop = asyncio.get_running_loop()
+            self._due = (
+                loop.call_later(early_s, self._send_soon)
+                if early_s > 0
+                else loop.call_soon(self._send_soon)
+            )
 
     async def drain(self) -> None:
         """Send everything that waits, now."""
@@ -87,16 +102,55 @@ class TokenPublisher:
             for batch in self._batches(waiting):
                 await self._send(gateway_id, sampled, batch)
 
+    def _send_soon(self) -> None:
+        """Send what the bus takes at once; the task sends the rest."""
+        self._due = None
+        self._last_s = self._clock.monotonic_s()
+        while self._unsent:
+            gateway_id, waiting = self._unsent.popitem()
+            sampled = self._sampled.pop(gateway_id, None)
+            batches = self._batches(waiting)
+            for index, entries in enumerate(batches):
+                if not self._sent_soon(gateway_id, sampled, entries):
+                    self._put_back(gateway_id, sampled, batches[index:])
+                    self._waits = True
+                    self._wake.set()
+                    return
+
+    def _sent_soon(
+        self, gateway_id: GatewayId, sampled: Moment | None, entries: list[TokenEntry]
+    ) -> bool:
+        batch = TokenBatch(worker_id=self._worker_id, entries=entries)
+        try:
+            return self._bus.publish_soon(
+                tokens_subject(gateway_id), batch, binary=True, sent=sampled
+            )
+        except PilotlightError as error:
+            _tell_lost(gateway_id, error)
+            return True
+
+    def _put_back(
+        self, gateway_id: GatewayId, sampled: Moment | None, batches: list[list[TokenEntry]]
+    ) -> None:
+        """These have not left."""
+        self._unsent[gateway_id] = {
+            RequestKey(entry.request_id, entry.attempt): entry.seq
+            for entries in batches
+            for entry in entries
+        }
+        if sampled is not None:
+            self._sampled[gateway_id] = sampled
+
     async def _send_for_ever(self) -> None:
-        last_s = -SHORTEST_S
         while True:
             await self._wake.wait()
-            early_s = last_s + SHORTEST_S - self._clock.monotonic_s()
+            early_s = self._last_s + SHORTEST_S - self._clock.monotonic_s()
             if early_s > 0:
                 await pause(early_s)
             self._wake.clear()
-            last_s = self._clock.monotonic_s()
+            self._last_s = self._clock.monotonic_s()
             await self.drain()
+            self._waits = self._wake.is_set()
 
     def _batches(self, waiting: dict[RequestKey, int]) -> list[list[TokenEntry]]:
         """One message's entries, or several's where there are too many tokens for one."""
@@ -123,6 +177,10 @@ class TokenPublisher:
             )
             await within(PUBLISH_DEADLINE_S, publishing, "sending a token batch")
         except PilotlightError as error:
-            log.warning(
-                "token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message
-            )
+            _tell_lost(gateway_id, error)
+
+
+def _tell_lost(gateway_id: GatewayId, error: PilotlightError) -> None:
+    log.warning(
+        "token batch lost", action="tokens_lost", gateway_id=gateway_id, error=error.message
+    )

@@ -147,6 +147,10 @@ class RequestTable:
         """Whether a submit was accepted before, so that its answer is given from memory."""
         return key in self._kept or key in self._forgotten
 
+    def has_attempts(self, request_id: RequestId) -> bool:
+        """Whether any attempt of a request is kept."""
+        return request_id in self._attempts
+
     def wants(self, key: RequestKey) -> bool:
         """Whether a request is here that has not ended, and a client waits for it."""
         kept = self._kept.get(key)

@@ -80,13 +80,6 @@ class Stages:
         """The highest epoch that a command carried."""
         return self._epoch
 
-    @property
-    def unproven(self) -> tuple[InstanceId, ...]:
-        """Instances of which every part is in its place, and it has not been found yet that all of
-        them were whole when they were copied.
-        """
-        return self.held.unproven
-
     def command(self, command: WorkerHold, asked_s: float) -> None:
         """Take the complete desired set, which was asked for at ``asked_s``.
 

@@ -1,5 +1,6 @@
 """One worker: its engine's life, and what the engine says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import structlog
@@ -47,7 +48,6 @@ from pilotlight.policy.cluster import (
 )
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.lending import LendingRules
-from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
 from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
@@ -125,7 +125,7 @@ class Worker:
             return
         core = self.core
         await self._starts.first(self._on_health)
-        core.engine.follow(self._on_event)
+        core.engine.follow(self._on_event, self._on_steps)
         core.background.spawn(f"upkeep of {core.worker_id}", self._keep_up())
         self.stages.lending.start()
         await self._handlers.start()
@@ -247,15 +247,30 @@ class Worker:
     async def _on_event(self, told: Timed[EngineEvent]) -> None:
         self._heard_s = self.core.clock.monotonic_s()
         try:
-            self._on(told.message, told.sent)
+            self._on(told.message)
         except InternalError as error:
-            await self._distrust(error, self._source_of(told.message))
+            await self._distrust(error, None)
 
-    def _source_of(self, event: EngineEvent) -> InstanceId | None:
-        """An instance of the engine that took a step, if it is known: a step is one engine's."""
-        produced = event.produced if isinstance(event, StepDone) else ()
+    async def _on_steps(self, steps: Sequence[Timed[StepDone]]) -> None:
+        """Of one engine: what they gave leaves together."""
+        self._heard_s = self.core.clock.monotonic_s()
+        for told in steps:
+            self.core.metrics.stepped(told.message)
+        last = self._step = steps[-1].message
+        if last.waiting and self.stages.lending.more_tokens:
+            self.stages.lending.press()
+        try:
+            if self._delivery.take(steps, self.stages.held.unproven):
+                self.stages.on_requests_ended()
+        except InternalError as error:
+            await self._distrust(error, self._source_of(steps))
+
+    def _source_of(self, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
+        """An instance of the engine that took steps, if one is known: they are one engine's."""
         instances = (
-            self.core.table.instance_of(RequestKey(one.request_id, one.attempt)) for one in produced
+            self.core.table.instance_of(RequestKey(one.request_id, one.attempt))
+            for told in steps
+            for one in told.message.produced
         )
         return next((one for one in instances if one is not None), None)
 
@@ -270,10 +285,8 @@ class Worker:
         log.error("engine talks nonsense", action="engine_incoherent", error=error.message)
         await self.core.engine.kill(error.message, having=having)
 
-    def _on(self, event: EngineEvent, sent: Moment | None) -> None:
+    def _on(self, event: EngineEvent) -> None:
         match event:
-            case StepDone():
-                self._on_step(event, sent)
             case StageOpened():
                 self.stages.on_opened(event)
             case StageLoaded():
@@ -305,16 +318,15 @@ class Worker:
                     self.artifacts.on_graphs(event)
             case EngineDied():
                 self._on_death(event)
-            case EngineUp() | SpareReady() | EngineFault() | KvExported() | RequestReleased():
+            case (
+                EngineUp()
+                | StepDone()
+                | SpareReady()
+                | EngineFault()
+                | KvExported()
+                | RequestReleased()
+            ):
                 pass
-
-    def _on_step(self, step: StepDone, sampled: Moment | None) -> None:
-        self._step = step
-        self.core.metrics.stepped(step)
-        if step.waiting and self.stages.lending.more_tokens:
-            self.stages.lending.press()
-        if self._delivery.take(step.produced, sampled, self.stages.unproven):
-            self.stages.on_requests_ended()
 
     def _on_begun(self, instance_id: InstanceId) -> None:
         """The stages of a group are joined while their parts come."""

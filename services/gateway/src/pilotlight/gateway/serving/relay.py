@@ -158,7 +158,7 @@ class Relay:
         """Listen to tokens."""
         if self._subscription is None:
             self._bus.on_reconnect(self._after_reconnect)
-            self._subscription = await self._bus.subscribe(
+            self._subscription = await self._bus.hear(
                 tokens_subject(self._gateway_id), Timed[TokenBatch], self._on_batch, binary=True
             )
             self._sender = self._background.spawn("acknowledge tokens", self._send_for_ever())
@@ -251,7 +251,7 @@ class Relay:
 
     # What arrives.
 
-    async def _on_batch(self, told: Timed[TokenBatch]) -> None:
+    def _on_batch(self, told: Timed[TokenBatch]) -> None:
         sampled_s, batch = told.sent_s(self._clock), told.message
         now_s = self._clock.monotonic_s()
         for entry in batch.entries:

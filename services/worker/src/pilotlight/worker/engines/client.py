@@ -20,6 +20,7 @@ from pilotlight.common.messages.engine import (
     ReleaseRequest,
     ResizeStage,
     Run,
+    StepDone,
     UnloadStage,
 )
 from pilotlight.common.messages.pipelines import (
@@ -136,6 +137,10 @@ class EngineClient(Protocol):
         """Take a request in; it gets exactly one output with a finish, unless the engine dies."""
         ...
 
+    def run_soon(self, command: Run) -> bool:
+        """As ``run``, from where nothing can be waited for; False: ``run`` is to be called."""
+        ...
+
     async def abort(self, command: Abort) -> None:
         """End a request within one step; nothing, if it has ended."""
         ...
@@ -144,6 +149,12 @@ class EngineClient(Protocol):
         """Everything that it says and when it did, over all its lives, until ``stop``.
 
         For one reader.
+        """
+        ...
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        """The steps that come next among ``events`` and are there already, for the same reader:
+        they are taken out.
         """
         ...
 

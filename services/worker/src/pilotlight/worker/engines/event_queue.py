@@ -1,9 +1,11 @@
 """What an engine says, on its way to the one task that listens."""
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import cast
 
 from pilotlight.common.envelope import Timed
+from pilotlight.common.messages.engine import StepDone
 from pilotlight.common.waiting import Flag, Signal
 from pilotlight.worker.engines.client import EngineEvent
 
@@ -38,6 +40,26 @@ class EventQueue:
         while not self.has_room:
             await self._room.wait()
         self.put_now(event)
+
+    def put_all_now(self, events: Iterable[Timed[EngineEvent]]) -> None:
+        """Say several things, where there is room for all."""
+        self._said.extend(events)
+        self._news.set()
+
+    @property
+    def room(self) -> int:
+        """As many may be put now."""
+        return self._at_most - len(self._said)
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        """The steps that are heard next and are there already: ``events`` does not have them."""
+        said, was_full, steps = self._said, not self.has_room, list[Timed[StepDone]]()
+        while said and (first := said[0]) is not None and type(first.message) is StepDone:
+            steps.append(cast("Timed[StepDone]", first))
+            said.popleft()
+        if steps and was_full:
+            self._room.send()
+        return steps
 
     def end(self) -> None:
         """What was not heard yet is forgotten, and there is nothing more."""

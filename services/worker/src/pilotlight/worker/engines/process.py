@@ -26,6 +26,7 @@ from pilotlight.common.messages.engine import (
     ResizeStage,
     Run,
     Shutdown,
+    StepDone,
     ToEngine,
     UnloadStage,
 )
@@ -235,11 +236,25 @@ class ProcessEngine:
     async def run(self, command: Run) -> None:
         await self._send(command)
 
+    def run_soon(self, command: Run) -> bool:
+        child = self._child
+        if child is None or self._up is None or child.writer.transport.get_write_buffer_size():
+            return False
+        try:
+            write_frame(child.writer, Timed(command, moment_of(self._clock)))
+        except OSError:
+            return False
+        self._sent += 1
+        return True
+
     async def abort(self, command: Abort) -> None:
         await self._send(command)
 
     def events(self) -> AsyncIterator[Timed[EngineEvent]]:
         return self._events.events()
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        return self._events.steps_now()
 
     async def kill(self, reason: str, code: str = "") -> None:
         self._kill_reason, self._kill_code = reason, code

@@ -35,6 +35,7 @@ from pilotlight.common.messages.engine import (
     StageRefused,
     StageResized,
     StageUnloaded,
+    StepDone,
     UnloadStage,
 )
 from pilotlight.common.messages.pipelines import (
@@ -59,7 +60,6 @@ from pilotlight.worker.engines.sim_request import SimRequest
 from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
 from pilotlight.worker.engines.sim_steps import MAX_BATCH, NO_TIME_S, SimSteps
-from pilotlight.worker.engines.sim_tokens import SimTokens
 
 log = structlog.get_logger()
 
@@ -110,15 +110,14 @@ class SimEngine:
     async def load_stage(self, command: LoadStage, sent: Moment | None = None) -> None:
         self._check()
         stage = SimStage.of(command)
+        name = command.instance_id
         if stage.kv_capacity_tokens == 0:
             message = f"{command.device_bytes} bytes hold no KV beside the parameters"
-            await self._say(
-                StageFailed(instance_id=command.instance_id, code="no_room", message=message)
-            )
+            await self._say(StageFailed(instance_id=name, code="no_room", message=message))
             return
-        self._stages[command.instance_id] = stage
+        self._stages[name] = stage
         if stage.serves:
-            await self._open(command.instance_id, stage)
+            await self._open(name, stage)
 
     async def place_part(self, command: PlacePart, ready: Moment | None = None) -> None:
         self._check()
@@ -228,6 +227,14 @@ class SimEngine:
 
     async def run(self, command: Run) -> None:
         self._check()
+        self._run(command)
+
+    def run_soon(self, command: Run) -> bool:
+        if alive := self.alive:
+            self._run(command)
+        return alive
+
+    def _run(self, command: Run) -> None:
         key = RequestKey(command.request_id, command.attempt)
         if key in self._requests:
             raise ValueError(f"request {key} is here already: a worker accepts it once")
@@ -252,6 +259,9 @@ class SimEngine:
 
     def events(self) -> AsyncIterator[Timed[EngineEvent]]:
         return self._events.events()
+
+    def steps_now(self) -> list[Timed[StepDone]]:
+        return self._events.steps_now()
 
     async def kill(self, reason: str, code: str = EngineFailed.code) -> None:
         if await self._still():
@@ -367,22 +377,16 @@ class SimEngine:
         run, stage = request.run, self._stages.get(request.run.instance_id)
         if stage is None:
             return
-        vocab_size = stage.model.spec.vocab_size
-        request.tokens = SimTokens.after(
-            run.sampling.seed, (*run.prompt_ids, *run.output_ids), vocab_size
-        )
+        request.read_prompt(stage.model.spec.vocab_size)
         if not stage.prefilled:
             stage.prefilled = True
             self._phases.record(run.instance_id, PhaseName.PREFILL, start_s)
             *earlier, phase = self._phases.take(run.instance_id).phases
-            await self._say(
-                Prefilled(
-                    instance_id=run.instance_id,
-                    request_id=run.request_id,
-                    phase=phase,
-                    earlier=tuple(earlier),
-                )
+            name, before = run.instance_id, tuple(earlier)
+            told = Prefilled(
+                instance_id=name, request_id=run.request_id, phase=phase, earlier=before
             )
+            await self._say(told)
 
     def _end(
         self, key: RequestKey, finish: FinishReason, code: str = "", message: str = ""

@@ -106,6 +106,18 @@ class SimRequests:
                 return False
         return True
 
+    def steps_that_fit(self, at_most: int) -> int:
+        """Steps of all requests, of which none ends, before ``all_fit`` has to be asked again."""
+        if not self._counts or not self.all_fit(at_most):
+            return 0
+        stages, held = self._stages, self._held_tokens
+        return 1 + min(
+            [
+                (stages[instance_id].kv_capacity_tokens - held[instance_id]) // count
+                for instance_id, count in self._counts.items()
+            ]
+        )
+
     def end_beyond(self, instance_id: InstanceId, kv_capacity_tokens: int) -> bool:
         """Ends those of a stage that have more tokens than it has room for; whether there were
         any.
@@ -155,6 +167,22 @@ class SimRequests:
                 self.leave(key)
             given.append(produced)
         return given
+
+    def advance_together(self, batch: Batch, at_most: int) -> list[tuple[Produced, ...]]:
+        """Steps of a batch one after the other, as long as none of them ends a request."""
+        if at_most < 1 or any(key not in self._requests for key, _ in batch):
+            return []
+        coming = [request.coming(at_most) for _, request in batch]
+        steps = min(map(len, coming))
+        if not steps:
+            return []
+        for _, request in batch:
+            self._held_tokens[request.run.instance_id] += steps
+        given = [
+            request.advance_by(token_ids[:steps])
+            for (_, request), token_ids in zip(batch, coming, strict=True)
+        ]
+        return list(zip(*given, strict=True))
 
     def end(self, key: RequestKey, finish: FinishReason, code: str = "", message: str = "") -> None:
         """End a request that is here.

@@ -1,5 +1,7 @@
 """The steps of a simulated engine: the time that they take, and what is said of them."""
 
+import itertools
+
 from pilotlight.common.clock import Clock
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.engine import StepDone
@@ -62,25 +64,33 @@ class SimSteps:
         """Step on without time, as long as the batch is all requests and none of them ends:
         nothing else is to be decided then.
         """
-        requests, capacity_tokens = self._requests, self._requests.kv_capacity_tokens
-        before_s = self._clock.monotonic_s()
-        while (
-            self._tokens_at_once < TOKENS_AT_ONCE
-            and len(requests) == len(batch) > 0
-            and requests.all_fit(MAX_BATCH)
-            and self._events.has_room
-        ):
-            produced = tuple(requests.advance(batch))
-            used_tokens, now_s = requests.kv_used_tokens, self._clock.monotonic_s()
-            step = StepDone(
-                produced=produced,
-                waiting=0,
-                running=len(requests),
-                kv_free_tokens=max(0, capacity_tokens - used_tokens),
-                step_time_s=now_s - before_s,
-                kv_used_tokens=used_tokens,
-                batch_tokens=len(produced),
-            )
-            self._events.put_now(Timed(step))
-            self._tokens_at_once += len(produced)
-            before_s = now_s
+        requests, count = self._requests, len(batch)
+        if not count or len(requests) != count:
+            return
+        start_s = self._clock.monotonic_s()
+        room_tokens = TOKENS_AT_ONCE - self._tokens_at_once
+        at_most = min(
+            requests.steps_that_fit(MAX_BATCH), -(-room_tokens // count), self._events.room
+        )
+        used_tokens, capacity_tokens = requests.kv_used_tokens, requests.kv_capacity_tokens
+        steps = requests.advance_together(batch, at_most)
+        if not steps:
+            return
+        step_time_s = (self._clock.monotonic_s() - start_s) / len(steps)
+        self._tokens_at_once += count * len(steps)
+        self._events.put_all_now(
+            [
+                Timed(
+                    StepDone(
+                        produced=produced,
+                        waiting=0,
+                        running=count,
+                        kv_free_tokens=max(0, capacity_tokens - used),
+                        step_time_s=step_time_s,
+                        kv_used_tokens=used,
+                        batch_tokens=count,
+                    )
+                )
+                for used, produced in zip(itertools.count(used_tokens + count, count), steps)
+            ]
+        )

@@ -1,6 +1,6 @@
 """The tokens of simulated engines."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _MASK = (1 << 64) - 1
@@ -26,10 +26,9 @@ class SimTokens:
     @classmethod
     def after(cls, seed: int, token_ids: Iterable[int], vocab_size: int) -> "SimTokens":
         """Those that follow the prompt and the output so far."""
-        state = _mix(seed)
-        for token_id in token_ids:
-            state = (state * _FACTOR + token_id + 1) & _MASK
-        return cls(state, vocab_size)
+        tokens = cls(_mix(seed), vocab_size)
+        tokens.take_all(token_ids)
+        return tokens
 
     def next(self) -> tuple[int, float]:
         """The next token and its log probability; ``take`` it to go on."""
@@ -51,6 +50,27 @@ class SimTokens:
         token_id = drawn % self.vocab_size
         self.state = (state * _FACTOR + token_id + 1) & _MASK
         return token_id, -(drawn >> 40) / (1 << 24) if with_logprob else None
+
+    def coming(self, at_most: int, before: Collection[int]) -> list[int]:
+        """The next tokens, up to one of ``before``; ``take_all`` them to go on."""
+        state, size, token_ids = self.state, self.vocab_size, list[int]()
+        for _ in range(at_most):
+            drawn = (state + _STEP) & _MASK
+            drawn = ((drawn ^ (drawn >> 30)) * _FIRST) & _MASK
+            drawn = ((drawn ^ (drawn >> 27)) * _SECOND) & _MASK
+            token_id = (drawn ^ (drawn >> 31)) % size
+            if token_id in before:
+                break
+            token_ids.append(token_id)
+            state = (state * _FACTOR + token_id + 1) & _MASK
+        return token_ids
+
+    def take_all(self, token_ids: Iterable[int]) -> None:
+        """These come next."""
+        state = self.state
+        for token_id in token_ids:
+            state = (state * _FACTOR + token_id + 1) & _MASK
+        self.state = state
 
 
 def _mix(value: int) -> int:

@@ -11,8 +11,9 @@ holds for all. Another engine that dies is started again for the next stage of i
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import msgspec
 
@@ -53,6 +54,8 @@ from pilotlight.policy.phase import Moment
 from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
 
 OnEvent = Callable[[Timed[EngineEvent]], Awaitable[None]]
+OnSteps = Callable[[Sequence[Timed[StepDone]]], Awaitable[None]]
+"""Steps of one engine that are heard together, one after the other."""
 SUMMED = ("waiting", "running", "kv_free_tokens", "kv_used_tokens", "kv_cached_tokens")
 """Fields of a step that say what an engine has, not what the step did."""
 
@@ -92,7 +95,7 @@ class EngineSwitch:
         self._routes: dict[InstanceId, _Route] = {}
         self._steps: dict[EngineKind, StepDone] = {}
         """The last one of each engine."""
-        self._on_event: OnEvent | None = None
+        self._heard: tuple[OnEvent, OnSteps] | None = None
 
     @property
     def main(self) -> EngineClient:
@@ -108,11 +111,11 @@ class EngineSwitch:
         """Start the main engine; see ``EngineClient.start``."""
         return await self.main.start()
 
-    def follow(self, on_event: OnEvent) -> None:
+    def follow(self, on_event: OnEvent, on_steps: OnSteps) -> None:
         """From now on have every engine's events handled, each engine's in order."""
-        self._on_event = on_event
+        self._heard = on_event, on_steps
         for kind, engine in self._engines.items():
-            self._read(kind, engine, on_event)
+            self._read(kind, engine, on_event, on_steps)
 
     async def load_stage(self, command: LoadStage, sent: Moment | None = None) -> None:
         """See ``EngineClient.load_stage``.
@@ -183,6 +186,10 @@ class EngineSwitch:
         """See ``EngineClient.run``."""
         await self._having(command.instance_id).run(command)
 
+    def run_soon(self, command: Run) -> bool:
+        """See ``EngineClient.run_soon``."""
+        return self._having(command.instance_id).run_soon(command)
+
     async def abort(self, command: Abort) -> None:
         """See ``EngineClient.abort``.
 
@@ -216,8 +223,8 @@ class EngineSwitch:
             )
         if kind not in self._engines:
             engine = self._engines[kind] = self._factories[kind]()
-            if self._on_event is not None:
-                self._read(kind, engine, self._on_event)
+            if self._heard is not None:
+                self._read(kind, engine, *self._heard)
         return self._engines[kind]
 
     def _having(self, instance_id: InstanceId) -> EngineClient:
@@ -227,22 +234,30 @@ class EngineSwitch:
         route = self._routes.get(instance_id)
         return self.main if route is None else self._engines[route.kind]
 
-    def _read(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
+    def _read(
+        self, kind: EngineKind, engine: EngineClient, on_event: OnEvent, on_steps: OnSteps
+    ) -> None:
         self._background.spawn(
-            f"events of the {kind.value} engine", self._pass_on(kind, engine, on_event)
+            f"events of the {kind.value} engine", self._pass_on(kind, engine, on_event, on_steps)
         )
 
-    async def _pass_on(self, kind: EngineKind, engine: EngineClient, on_event: OnEvent) -> None:
+    async def _pass_on(
+        self, kind: EngineKind, engine: EngineClient, on_event: OnEvent, on_steps: OnSteps
+    ) -> None:
         async for told in engine.events():
+            if isinstance(told.message, StepDone):
+                steps = [cast("Timed[StepDone]", told), *engine.steps_now()]
+                self._steps[kind] = steps[-1].message
+                if len(self._engines) > 1:
+                    steps = [Timed(self._of_all(one.message), one.sent) for one in steps]
+                await on_steps(steps)
+                continue
             for event in self._seen(kind, told.message):
                 await on_event(told if event is told.message else Timed(event, told.sent))
 
     def _seen(self, kind: EngineKind, event: EngineEvent) -> tuple[EngineEvent, ...]:
         """An engine's event as the worker is to see it: perhaps not at all, perhaps as several."""
         match event:
-            case StepDone():
-                self._steps[kind] = event
-                return (event if len(self._engines) == 1 else self._of_all(event),)
             case StageUnloaded():
                 self._unloaded(kind, event.instance_id)
             case (
