@@ -25,7 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from control_system import LiveSize
 from pilotlight.common.clock import SystemClock
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.testing import LargeCluster, Size
+from pilotlight.scheduler.rules import rules_of
+from pilotlight.scheduler.settings import SchedulerSettings
 
 Change = Callable[[LargeCluster, int], Focus | None]
 PARTS = ("live", "ticks")
@@ -82,6 +84,10 @@ KINDS: dict[str, Kind] = {
     "demand": Kind(
         what="a request waits for a cold model, and a start is placed",
         change=lambda cluster, index: cluster.ask(index * 13),
+    ),
+    "demand_burst": Kind(
+        what=f"requests wait for {REFUSED} cold models at once, and the first few starts are placed",
+        change=lambda cluster, index: cluster.ask(index * 13, count=REFUSED),
     ),
     "loaded": Kind(what="an instance becomes ready", change=_loaded),
     "worker_dies": Kind(
@@ -173,12 +179,20 @@ def _p99(values: list[float]) -> float:
 
 
 def clusters(size: Size) -> dict[tuple[bool, bool], LargeCluster]:
-    """With room; crowded; crowded, and all instances are owed service."""
-    crowded = LargeCluster(size)
+    """With room; crowded; crowded, and all instances are owed service. Starts are chosen as the
+    scheduler does by default.
+    """
+    rules = LargeCluster(Size(nodes=1, workers_per_node=1, models=1, instances=1)).rules
+    rules = replace(rules, scheme=rules_of(SchedulerSettings(), 0.0).scheme)
+    crowded = LargeCluster(size, rules=rules)
     owed = crowded.kept()
     crowded.crowd()
     owed.crowd(load_s=1000.0)
-    return {(False, False): LargeCluster(size), (True, False): crowded, (True, True): owed}
+    return {
+        (False, False): LargeCluster(size, rules=rules),
+        (True, False): crowded,
+        (True, True): owed,
+    }
 
 
 def take(at_rest: LargeCluster, kind: Kind, ticks: int) -> Taken:
