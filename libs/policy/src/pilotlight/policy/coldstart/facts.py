@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from pilotlight.policy.cluster import Copy, DeviceKind, Liveness, NodeFacts, OriginKind, Tier
+from pilotlight.policy.cluster import (
+    PEER_LINK,
+    Copy,
+    DeviceKind,
+    Liveness,
+    NodeFacts,
+    OriginKind,
+    Tier,
+)
 from pilotlight.policy.coldstart.contention import LinkName, disk, incoming, outgoing
 from pilotlight.policy.coldstart.servers import Offer, Server
 from pilotlight.policy.coldstart.timings import WARM, Timings
@@ -121,6 +129,18 @@ def source_of(model: Model) -> str:
     """What all models from one bucket, hub or host share: scheme and authority of the URI."""
     parts = urlsplit(model.uri)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def link_bytes_per_s(node: NodeFacts, source: str) -> float | None:
+    """What a node's link to a source gave when it was last busy, all fetches together; None: its
+    loader has not said.
+
+    Args:
+        node: Which fetched.
+        source: A node, or what models were registered from (``source_of``).
+    """
+    names = (source, f"{PEER_LINK}{source}")
+    return next((one.bytes_per_s for one in node.links if one.name in names), None)
 
 
 @dataclass(frozen=True, slots=True)
