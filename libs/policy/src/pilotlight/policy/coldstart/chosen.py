@@ -184,6 +184,10 @@ def _asked(
         waited_s=waited_s,
         books=known.fetches.forward(sorted(links), snapshot.now_s),
         now_s=snapshot.now_s,
+        overhead_s=max(
+            (known.timings.overhead_s(kind) for kind in {one.worker.device.kind for one in found}),
+            default=0.0,
+        ),
     )
     return request, servers
 
@@ -288,7 +292,7 @@ def _scheme(
         pipeline_size=scheme.size,
         full_memory_workers=scheme.full_memory_workers,
         placements=tuple(placements),
-        predicted_ttft_s=group_ttft_s(costs, request.waited_s, rules.start.hop_s),
+        predicted_ttft_s=group_ttft_s(costs, request.spent_s, rules.start.hop_s),
         predicted_tpot_s=scheme.tpot_s,
         predicted_phase_s={
             PhaseName.FETCH: max(one.fetch_s for one in costs),
