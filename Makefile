@@ -127,9 +127,9 @@ bench-scheduler:  ## ParaServe's figures in simulated time, all policies, as JSO
 bench-validation:  ## predictions of starts, and the simulator, against a real cluster behind shaped links, as JSON; needs root. PARTS=, STARTS=, SECONDS=
 	@$(PY) bench/validation/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts $(STARTS)) $(if $(SECONDS),--seconds $(SECONDS))
 
-bench-control:  ## what control costs in a cluster of 8,000 workers and 10,000 models, as JSON: PARTS=live ticks, STARTS=a second, PLAYERS=processes
-	@tools/bootstrap.sh runtime
-	@$(PY) bench/control.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts-per-s $(STARTS)) $(if $(PLAYERS),--players $(PLAYERS))
+bench-control:  ## what control costs in a cluster of 8,000 workers and 10,000 models, as JSON: PARTS=live ticks, STARTS=a second, PLAYERS=processes, NODES=, MODELS=, OUT=, COMMIT=; PYTHON= an environment that has everything
+	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
+	@$(or $(PYTHON),$(PY)) bench/control.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts-per-s $(STARTS)) $(if $(PLAYERS),--players $(PLAYERS)) $(if $(NODES),--nodes $(NODES)) $(if $(MODELS),--models $(MODELS)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 bench-failover:  ## how long nobody leads when the leading scheduler dies or stops, as JSON
 	@tools/bootstrap.sh runtime

@@ -24,8 +24,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from cold_start import machine
@@ -35,9 +37,12 @@ from control_system import LiveSize
 from pilotlight.common.clock import SystemClock
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.testing import LargeCluster, Size
+from pilotlight.scheduler.rules import rules_of
+from pilotlight.scheduler.settings import SchedulerSettings
 
 Change = Callable[[LargeCluster, int], Focus | None]
 PARTS = ("live", "ticks")
+NOT_RECORDED = "not recorded"
 REFUSED = 100
 LONG_S = 100.0
 """Older than the patience of any model."""
@@ -79,6 +84,10 @@ KINDS: dict[str, Kind] = {
     "demand": Kind(
         what="a request waits for a cold model, and a start is placed",
         change=lambda cluster, index: cluster.ask(index * 13),
+    ),
+    "demand_burst": Kind(
+        what=f"requests wait for {REFUSED} cold models at once, and the first few starts are placed",
+        change=lambda cluster, index: cluster.ask(index * 13, count=REFUSED),
     ),
     "loaded": Kind(what="an instance becomes ready", change=_loaded),
     "worker_dies": Kind(
@@ -170,12 +179,20 @@ def _p99(values: list[float]) -> float:
 
 
 def clusters(size: Size) -> dict[tuple[bool, bool], LargeCluster]:
-    """With room; crowded; crowded, and all instances are owed service."""
-    crowded = LargeCluster(size)
+    """With room; crowded; crowded, and all instances are owed service. Starts are chosen as the
+    scheduler does by default.
+    """
+    rules = LargeCluster(Size(nodes=1, workers_per_node=1, models=1, instances=1)).rules
+    rules = replace(rules, scheme=rules_of(SchedulerSettings(), 0.0).scheme)
+    crowded = LargeCluster(size, rules=rules)
     owed = crowded.kept()
     crowded.crowd()
     owed.crowd(load_s=1000.0)
-    return {(False, False): LargeCluster(size), (True, False): crowded, (True, True): owed}
+    return {
+        (False, False): LargeCluster(size, rules=rules),
+        (True, False): crowded,
+        (True, True): owed,
+    }
 
 
 def take(at_rest: LargeCluster, kind: Kind, ticks: int) -> Taken:
@@ -214,6 +231,15 @@ def main() -> None:
     parser.add_argument("--players", type=int, default=2, help="processes that play nodes")
     parser.add_argument("--rest-s", type=float, default=20.0, help="of the live part")
     parser.add_argument("--load-s", type=float, default=40.0, help="of the live part")
+    parser.add_argument(
+        "--settle-s", type=float, default=60.0, help="to come to rest in, at most; the live part"
+    )
+    parser.add_argument("--out", type=Path, help="a file for the document, written after each part")
+    parser.add_argument(
+        "--commit",
+        default=commit(),
+        help="hash and date, where this is no checkout: 'abc1234 2026-01-31'",
+    )
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     asked = parser.parse_args()
     size = Size(
@@ -222,7 +248,7 @@ def main() -> None:
         models=asked.models,
         instances=asked.instances,
     )
-    said = where()
+    said = where(asked)
     found: list[dict[str, Any]] = []
     if "live" in asked.parts:
         live = LiveSize(
@@ -233,13 +259,24 @@ def main() -> None:
             players=asked.players,
             rest_s=asked.rest_s,
             load_s=asked.load_s,
+            settle_s=asked.settle_s,
         )
         found += measurements(live, said)
+        _write(asked.out, size, found)
     if "ticks" in asked.parts:
         found += _ticks(asked, size, said)
-    print(
-        json.dumps({"benchmark": "control", "size": asdict(size), "measurements": found}, indent=1)
-    )
+        _write(asked.out, size, found)
+    print(_document(size, found))
+
+
+def _document(size: Size, found: list[dict[str, Any]]) -> str:
+    document = {"benchmark": "control", "size": asdict(size), "measurements": found}
+    return json.dumps(document, indent=1)
+
+
+def _write(file: Path | None, size: Size, found: list[dict[str, Any]]) -> None:
+    if file is not None:
+        file.write_text(_document(size, found))
 
 
 def _ticks(asked: argparse.Namespace, size: Size, said: dict[str, str]) -> list[dict[str, Any]]:
@@ -270,22 +307,24 @@ def _ticks(asked: argparse.Namespace, size: Size, said: dict[str, str]) -> list[
     ]
 
 
-def where() -> dict[str, str]:
+def commit() -> str:
+    """Hash and date of this checkout; empty where it is none."""
+    command = ["git", "log", "-1", "--abbrev=7", "--format=%h %cs"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def where(asked: argparse.Namespace) -> dict[str, str]:
     """What ``bench/results`` says of each measurement: on what, when, from which commit."""
     on = machine()
-    shown = subprocess.run(
-        ["git", "log", "-1", "--abbrev=7", "--format=%h %cs"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    commit, commit_date = shown.stdout.split()
+    changed, _, changed_date = asked.commit.partition(" ")
     return {
-        "command": "make bench-control",
+        "command": f"make bench-control PARTS={' '.join(asked.parts)}",
         "machine": f"{on['cores']} cores ({on['cpu']}), {on['memory_gib']} GiB, Linux {on['kernel']}, Python {on['python']}",
         "load": f"load average {os.getloadavg()[1]:.0f}",
-        "commit": commit,
-        "commit_date": commit_date,
+        "commit": changed or NOT_RECORDED,
+        "commit_date": changed_date or NOT_RECORDED,
         "date": datetime.now(UTC).date().isoformat(),
     }
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import psycopg
 from control_nodes import FIGURES_SUBJECT, AskFigures, Figures
+from soak_memory import descendants
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer
 from pilotlight.cli.home import Home
@@ -49,6 +50,8 @@ class LiveSize:
     players: int = 2
     rest_s: float = 20.0
     load_s: float = 40.0
+    settle_s: float = 60.0
+    """To come to rest in, at most."""
 
 
 @dataclass(slots=True)
@@ -269,14 +272,15 @@ class Window:
 
 
 def _cpu_of(pid: int) -> float:
-    """Of a process, and of its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(int(one) for one in fields[11:15]) / TICKS_PER_S
+    """Of a process, and of its children that have ended; nothing of one that has just ended."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(int(one) for one in fields[11:15]) / TICKS_PER_S
+    return 0.0
 
 
 def _family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(int(one) for one in children)]
+    return [pid, *descendants(pid)]
 
 
 @asynccontextmanager

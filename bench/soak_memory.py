@@ -54,7 +54,7 @@ class Sample:
 def look(root_pid: int) -> dict[str, Taken]:
     """The system's processes now: those that descend from one."""
     found: dict[str, Taken] = {}
-    for pid in _descendants(root_pid):
+    for pid in descendants(root_pid):
         role = _role(pid)
         taken = _taken(pid) if role else None
         if role and taken:
@@ -62,7 +62,8 @@ def look(root_pid: int) -> dict[str, Taken]:
     return found
 
 
-def _descendants(root_pid: int) -> Iterable[int]:
+def descendants(root_pid: int) -> Iterable[int]:
+    """Its children, theirs, and so on."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -26,6 +26,12 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_
 DEMO = ROOT / "models" / "ember-7m"
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 PIECE_BYTES = 1 << 20
+HIDDEN_SIZE, HEADS, VOCAB_SIZE = 192, 3, 4096
+HEAD_DIM = HIDDEN_SIZE // HEADS
+LAYER_BYTES = 16 * HIDDEN_SIZE**2 * Dtype.BFLOAT16.size_bytes
+"""So little that slow links, and not the machine's processors, bound what a start takes."""
+ENDS_BYTES = 2 * VOCAB_SIZE * HIDDEN_SIZE * Dtype.BFLOAT16.size_bytes
+"""Of the vocabulary, at both ends."""
 SIGNS = bytes(0x3C | (0x80 & byte) for byte in range(256))
 """High bytes of small bfloat16 numbers, one in eight bits random: the sign."""
 
@@ -37,14 +43,14 @@ class Store(StandinS3):
 
 
 def config_of(layers: int) -> dict[str, Any]:
-    """A model whose layers have 8.4 MB each."""
+    """A model whose layers have ``LAYER_BYTES`` each."""
     return tiny_config(
-        hidden_size=512,
-        intermediate_size=2048,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=4 * HIDDEN_SIZE,
         num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=4096,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCAB_SIZE,
         max_position_embeddings=1024,
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 from cluster import Cluster, Site, Unanswered, running
+from model_store import ENDS_BYTES, HEAD_DIM, HEADS, HIDDEN_SIZE, LAYER_BYTES, VOCAB_SIZE
 from netns import Host
 
 from pilotlight.dataplane.bandwidth import parse_bandwidth
@@ -36,8 +37,7 @@ SEED = 1
 LAYERS = (2, 4, 8, 16)
 MODELS = 6
 """Of each size."""
-LAYER_BYTES = 8_400_000
-DEVICE_BYTES, POOL_BYTES = 512 * MIB, 512 * MIB
+DEVICE_BYTES, POOL_BYTES = 96 * MIB, 96 * MIB
 LOAD_BYTES_PER_S = 1e9
 PREFILL_TOKENS_PER_S, DECODE_STEP_S = 2_000.0, 0.02
 TTFT_S, TPOT_S, KEEP_ALIVE_S = 2.0, 0.2, 8.0
@@ -72,12 +72,12 @@ def scenario_of(rates: Sequence[str], seconds: float) -> Scenario:
         families=tuple(
             Family(
                 name=f"{layers}",
-                size_gib=(layers + 1) * LAYER_BYTES / GIB,
+                size_gib=(layers * LAYER_BYTES + ENDS_BYTES) / GIB,
                 layers=layers,
-                hidden_size=512,
-                kv_heads=8,
-                head_dim=64,
-                vocab_size=4096,
+                hidden_size=HIDDEN_SIZE,
+                kv_heads=HEADS,
+                head_dim=HEAD_DIM,
+                vocab_size=VOCAB_SIZE,
                 prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
                 decode_step_s=DECODE_STEP_S,
                 decode_more_s=0.0,

@@ -1,6 +1,6 @@
 """Predictions and the simulator against a real cluster: ``make bench-validation``. Needs root.
 
-Three nodes in network namespaces behind links of 100, 200 and 400 Mbit/s (``tc``), a store and the
+Three nodes in network namespaces behind links of 12, 25 and 50 Mbit/s (``tc``), a store and the
 services in two more. Two parts:
 
 - ``starts``: models of different sizes start, alone and several at once. The time to first token
@@ -31,7 +31,8 @@ from replayed import validate_trace  # noqa: E402
 from starts import validate_starts  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
-RATES = ("100mbit", "200mbit", "400mbit")
+RATES = ("12mbit", "25mbit", "50mbit")
+"""So slow that a small machine with other work still keeps up with them."""
 PARTS = ("starts", "trace")
 
 
@@ -39,14 +40,19 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other."""
     prefix = asked.inside
     hosts = [Namespace(f"{prefix}-{at}", address(at)) for at in range(2 + len(RATES))]
-    found: dict[str, Any] = {"machine": machine(), "rates": list(RATES)}
+    found: dict[str, Any] = {"machine": machine(), "rates": list(RATES), "load_before": _load()}
     for part in asked.parts.split(","):
         with tempfile.TemporaryDirectory(prefix="pilotlight-validation-") as name:
             folder = Path(name)
             # PostgreSQL runs as another user, and passes through.
             await asyncio.to_thread(folder.chmod, 0o711)
             found[part] = await PART_OF[part](folder, hosts, asked)
+            found[part]["load_after"] = _load()
     return found
+
+
+def _load() -> str:
+    return "load average " + ", ".join(f"{one:.1f}" for one in os.getloadavg())
 
 
 async def starts(folder: Path, hosts: list[Namespace], asked: argparse.Namespace) -> dict[str, Any]:

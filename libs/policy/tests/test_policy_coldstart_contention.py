@@ -125,6 +125,38 @@ def test_a_link_that_gives_less_than_it_said() -> None:
     assert books.refusal([newcomer("b", 10, 20.0)], 2.0) is None  # a is late even alone.
 
 
+@given(
+    st.lists(st.floats(1.0, 1000.0), min_size=1, max_size=4),
+    st.lists(st.floats(1.0, 1000.0), max_size=4),
+)
+def test_what_is_expected_is_what_equal_shares_come_to(new: list[float], old: list[float]) -> None:
+    """Against a link that is shared out step by step; the bound that is promised is no less."""
+    books = BOOKS.admit([newcomer(f"old{at}", one, math.inf) for at, one in enumerate(old)], 0.0)
+    newcomers = [newcomer(f"new{at}", one, math.inf) for at, one in enumerate(new)]
+    left, ends_s, now_s = dict(enumerate([*new, *old])), dict[int, float](), 0.0
+    while left:
+        least = min(left.values())
+        now_s += least * len(left) / 100.0
+        ends_s |= {at: now_s for at, size in left.items() if size <= least + 1e-9}
+        left = {at: size - least for at, size in left.items() if at not in ends_s}
+    expected_s = books.expected_s(newcomers, 0.0)
+    assert expected_s == pytest.approx([ends_s[at] for at in range(len(new))])
+    share = books.share((NODE,), {NODE: len(new)})
+    assert all(took_s <= size / share + 1e-9 for took_s, size in zip(expected_s, new, strict=True))
+
+
+def test_nothing_is_expected_below_a_fetchs_own_limit_or_on_a_link_without_books() -> None:
+    limited = Newcomer(
+        key=FetchKey("a"),
+        links=(NODE, outgoing("s3://other")),
+        fetch_bytes=100,
+        deadline_s=math.inf,
+        limit_bytes_per_s=10.0,
+    )
+    nothing = newcomer("b", 0, math.inf)
+    assert BOOKS.expected_s([limited, nothing], 0.0) == [10.0, 0.0]
+
+
 def test_a_fetch_with_a_limit_is_not_believed_to_be_faster() -> None:
     slow = Newcomer(
         key=FetchKey("a"),

@@ -104,6 +104,30 @@ def test_other_models_come_before_the_rest_of_a_burst() -> None:
     assert [one.model.name for one in orders] == [name, other, name, name]
 
 
+def test_a_tick_begins_a_few_starts_and_the_next_ones_the_rest() -> None:
+    """However many models are asked for at once, a tick is short; the longest waiter is first."""
+    cluster, _ = _cold(40)
+    names, begun, ticks = list(cluster.models)[-20:], list[ModelName](), list[int]()
+    cluster.demand = tuple(
+        Demand(model=name, waiting=1, oldest_age_s=1.0 - at / 100, deadline_in_s=10.0)
+        for at, name in enumerate(names)
+    )
+    while len(begun) < len(names):
+        plan = cluster.tick(Focus())
+        cluster.carry_out(plan)
+        for order in plan.start:
+            under_way = instance(
+                order.model.name, f"of-{order.model.name}", state=InstanceState.PLANNED
+            )
+            record = Record(instance=under_way, model=order.model, tentative=True)
+            cluster.books = cluster.books.put(record)
+            begun.append(order.model.name)
+        ticks.append(len(plan.start))
+    assert ticks == [4] * 5
+    assert begun == names
+    assert not cluster.tick(Focus()).start
+
+
 def test_what_failed_is_tried_by_one_start_alone() -> None:
     """A model that cannot start does not fail by the dozen."""
     cluster, name = _cold(40)

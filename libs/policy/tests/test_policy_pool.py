@@ -121,7 +121,9 @@ def test_the_pool_is_the_truth_after_any_reports_losses_and_restarts(
 def test_the_nearest_source_comes_first() -> None:
     pool = ParameterPool()
     here, slow, fast = on("here"), on("slow", whole()), on("fast", whole())
-    here = replace(here, links=(LinkSpeed(kind=OriginKind.PEER, name="slow", bytes_per_s=1.0),))
+    here = replace(
+        here, links=(LinkSpeed(kind=OriginKind.PEER, name="peer://slow", bytes_per_s=1.0),)
+    )
     disk = replace(here, copies=(replace(whole(tier=Tier.DISK), node_id=NodeId("here")),))
     mute, dead = on("mute", whole(), port=0), replace(on("dead", whole()), liveness=Liveness.DEAD)
     part = on("part", copy())

@@ -54,6 +54,10 @@ class ManualClock:
         self._monotonic_s += seconds
         self._wall += timedelta(seconds=seconds)
 
+    def set_wall(self, seconds: float) -> None:
+        """Have the clock of the day jump, as when an operator or NTP sets it."""
+        self._wall += timedelta(seconds=seconds)
+
 
 def wall_offset_s(clock: Clock) -> float:
     """What to add to a monotonic reading of this host to get Unix time."""

@@ -350,6 +350,10 @@ class Transfer:
     """Whose verified chunks it has, in the order in which they gave the first one."""
 
 
+PEER_LINK = "peer://"
+"""Before a node's id: what the link to it is called."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
     """What a link gave a node when it was last busy, all reads together, by the loader's
@@ -358,7 +362,8 @@ class LinkSpeed:
 
     kind: OriginKind
     name: str
-    """What shares it: another node, a bucket, the hub, the folders of this host, the disk tier."""
+    """What shares it: another node (``PEER_LINK`` and its id), a bucket, the hub, the folders of
+    this host, the disk tier."""
     bytes_per_s: float
 
 

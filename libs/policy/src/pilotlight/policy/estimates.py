@@ -25,6 +25,8 @@ class ColdStartSample:
     fetch_bytes_per_s: float | None = None
     load_bytes_per_s: float | None = None
     prefill_s: float | None = None
+    overhead_s: float | None = None
+    """Beside the work on parameters and prompt."""
 
 
 def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:

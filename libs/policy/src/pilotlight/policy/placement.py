@@ -141,9 +141,13 @@ def candidates(
     fitting: list[Candidate] = []
     makeable: list[Candidate] = []
     rejected: list[Rejection] = []
+    least = {
+        granule_bytes: stage_room(model, stage, granule_bytes).least_bytes
+        for granule_bytes in {worker.device.granule_bytes for worker in snapshot.workers}
+    }
     for worker in snapshot.workers:
         node = nodes.get(worker.node_id)
-        least_bytes = stage_room(model, stage, worker.device.granule_bytes).least_bytes
+        least_bytes = least[worker.device.granule_bytes]
         here = seen_on(worker, snapshot, on, models)
         refusal = _refusal(model, worker, node, here, excluding)  # 1 - 4
         if refusal is not None or node is None:
@@ -270,6 +274,8 @@ def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRul
     """What eviction could free on a worker at most, of what it holds and of what need not stay for
     now.
     """
+    if not worker.held:
+        return 0
     request, found = _eviction(worker, None, snapshot, rules, None)
     return sum(one.size_bytes for one in found if why_kept(one, request, rules.eviction) is None)
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pilotlight.policy.cluster import (
+    PEER_LINK,
     HeldState,
     Liveness,
     NodeFacts,
@@ -191,6 +192,6 @@ def _link_bytes_per_s(source: NodeFacts, to: NodeFacts | None) -> float:
     if to is None:
         return source.nic_bytes_per_s
     for link in to.links:
-        if link.kind is OriginKind.PEER and link.name == source.node_id:
+        if link.kind is OriginKind.PEER and link.name == PEER_LINK + source.node_id:
             return link.bytes_per_s
     return min(source.nic_bytes_per_s, to.nic_bytes_per_s) / (1 + len(to.transfers))

@@ -212,7 +212,8 @@ def plan_turns(
         if place is not None:
             place.claim(need.device_bytes(place))
     claimed = frozenset(place.worker.worker_id for place in places if place.claimed)
-    behind = (model for model in everyone if model not in line)
+    ahead = {model.name for model in line}
+    behind = (model for model in everyone if model.name not in ahead)
     turns += [Turn(model=model.name, left=claimed) for model in behind]
     return TurnPlan(turns=tuple(turns), drains=tuple(drains), longest_wait_s=longest_wait_s)
 

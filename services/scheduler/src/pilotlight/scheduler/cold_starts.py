@@ -3,7 +3,7 @@ token, learns from it.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +13,8 @@ import structlog
 from pilotlight.common.clock import Clock, wall_offset_s
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.phases import PhaseRecorder
-from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cluster import DeviceKind, NodeFacts
+from pilotlight.policy.coldstart.facts import link_bytes_per_s
 from pilotlight.policy.coldstart.profiles import seeded
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Record
@@ -54,6 +55,10 @@ class _Kept:
     on one."""
     lanes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of a group: the layers at each worker and at each node, by id."""
+    fetches_on: frozenset[NodeId] = frozenset()
+    beside_others: bool = False
+    """Another start's bytes came to one of these nodes in the same time: what this one got is not
+    what the link gives."""
 
 
 class ColdStarts:
@@ -80,17 +85,23 @@ class ColdStarts:
         self.timings = Timings()
         """Learned from every start; what none has shown goes by size."""
         self._learned: set[NodeId] = set()
+        self._fetching = defaultdict[NodeId, set[InstanceId]](set)
+        """Kept starts that fetch, or did, by node."""
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
         entry = self._book.get(record.instance_id)
-        self._kept[record.instance_id] = _Kept(
+        placements = entry.instance.placements if entry is not None else ()
+        kept = self._kept[record.instance_id] = _Kept(
             record,
             self._clock.monotonic_s() if record.closed else None,
             record,
             shared=entry is not None and _is_shared(entry.instance),
-            lanes=lanes_of(entry.instance.placements) if entry is not None else {},
+            lanes=lanes_of(placements),
+            fetches_on=frozenset(one.node_id for one in placements if one.fetch_bytes > 0),
         )
+        for node_id in kept.fetches_on:
+            self._fetching[node_id].add(record.instance_id)
 
     def dispatched(
         self, instance_id: InstanceId, planned_from_s: float, start_s: float, end_s: float
@@ -145,9 +156,17 @@ class ColdStarts:
             await self._save(kept)
         return PhasesKept()
 
-    async def settle(self, device_kinds: Mapping[WorkerId, DeviceKind]) -> None:
+    async def settle(
+        self,
+        device_kinds: Mapping[WorkerId, DeviceKind],
+        nodes: Mapping[NodeId, NodeFacts],
+    ) -> None:
         """Write what changed, abandon what ended without a first token, learn from what is
         complete.
+
+        Args:
+            device_kinds: Of the workers.
+            nodes: What their links gave lately.
 
         Raises:
             NotLeader: the term is over.
@@ -161,8 +180,11 @@ class ColdStarts:
             await self._save(kept)
             if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
                 del self._kept[instance_id]
+                for node_id in kept.fetches_on:
+                    self._fetching[node_id].discard(instance_id)
                 if entry is not None and not kept.shared:
-                    await self._learn(kept.record, entry, device_kinds.get(entry.instance.lead))
+                    kind = device_kinds.get(entry.instance.lead)
+                    await self._learn(kept, entry, kind, nodes)
 
     def seed(
         self,
@@ -207,18 +229,36 @@ class ColdStarts:
             kept.saved = record
         if finished:
             kept.closed_s = self._clock.monotonic_s()
+            self._note_others(kept)
             self._log(record)
 
+    def _note_others(self, ended: _Kept) -> None:
+        """Of a start that has just ended, and of those beside it: they shared a node's link."""
+        for node_id in ended.fetches_on:
+            for one in self._fetching[node_id]:
+                other = self._kept[one]
+                if other is not ended and not _ended_before(other.record, ended.record):
+                    ended.beside_others = other.beside_others = True
+
     async def _learn(
-        self, record: ColdStart, entry: Record, device_kind: DeviceKind | None
+        self,
+        kept: _Kept,
+        entry: Record,
+        device_kind: DeviceKind | None,
+        nodes: Mapping[NodeId, NodeFacts],
     ) -> None:
-        model = entry.model
+        record, model = kept.record, entry.model
         sample = sample_of(record, model, device_kind) if device_kind is not None else None
         if sample is None:
             return
         timings = self.timings
         if len(entry.instance.placements) == 1:
-            stage = stage_sample_of(sample, entry.instance.placements[0], model)
+            place = entry.instance.placements[0]
+            if kept.beside_others:
+                node = nodes.get(place.node_id)
+                together = link_bytes_per_s(node, place.source) if node is not None else None
+                sample = replace(sample, fetch_bytes_per_s=together)
+            stage = stage_sample_of(sample, place, model)
             timings = timings.learned((stage,))
         estimate = learn(estimate_for(model, sample.device_kind, self.estimates), sample)
         await self._repository.save_learned(estimate, changed_rows(self.timings, timings))
@@ -272,6 +312,15 @@ def lanes_of(placements: Iterable[Placement]) -> dict[str, str]:
         **lanes,
         **{one.node_id: lanes[one.worker_id] for one in stages if on_node[one.node_id] == 1},
     }
+
+
+def _ended_before(record: ColdStart, other: ColdStart) -> bool:
+    """Whether a start was over when another one began."""
+    return (
+        record.end_s is not None
+        and other.dispatched_s is not None
+        and record.end_s <= other.dispatched_s
+    )
 
 
 def _in_lane(report: PhaseReport, lane: str) -> PhaseReport:

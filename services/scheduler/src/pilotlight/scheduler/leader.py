@@ -368,7 +368,7 @@ class Term:
     async def _settle_for_ever(self) -> None:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
-            await self.cold_starts.settle(kinds)
+            await self.cold_starts.settle(kinds, self._world.nodes())
             self.cold_starts.seed(self._world.profiles, self._world.models, self._world.nodes())
             self._metrics.instances(self.book.books.instances())
 

@@ -22,6 +22,14 @@ from pilotlight.policy.plan import Placement
 
 MAX_PHASES = 4096
 """Of one cold start; past it further ones are dropped."""
+_OVERHEAD = (
+    PhaseName.SCHEDULE,
+    PhaseName.DISPATCH,
+    PhaseName.ACTIVATE,
+    PhaseName.SUBMIT,
+    PhaseName.DELIVER,
+)
+"""Phases of a start that no choice of workers changes."""
 LATE_PHASES_S = 10.0
 """After the first token phases are still merged in for this long, and the figures made anew."""
 
@@ -143,6 +151,7 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         fetch_bytes_per_s=rate(model.spec.total_bytes, PhaseName.FETCH),
         load_bytes_per_s=rate(model.device_bytes(model.spec.whole), PhaseName.LOAD),
         prefill_s=seconds.get(PhaseName.PREFILL),
+        overhead_s=sum(seconds.get(name, 0.0) for name in _OVERHEAD),
     )
 
 
@@ -168,6 +177,7 @@ def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model)
         operations_per_s=prompt_operations(model, tokens) / sample.prefill_s
         if sample.prefill_s
         else None,
+        overhead_s=sample.overhead_s,
     )
 
 

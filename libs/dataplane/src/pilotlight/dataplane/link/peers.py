@@ -27,7 +27,7 @@ from pilotlight.dataplane.link.sender import LinkObserver
 from pilotlight.dataplane.link.state import LinkState
 from pilotlight.dataplane.link.thread import LinkThread
 from pilotlight.dataplane.origin import Origin
-from pilotlight.policy.cluster import FetchPriority, OriginKind
+from pilotlight.policy.cluster import PEER_LINK, FetchPriority, OriginKind
 from pilotlight.policy.ids import Digest, NodeId
 from pilotlight.policy.model import Model
 
@@ -58,7 +58,7 @@ class PeerOrigin:
     @property
     def link(self) -> str:
         """One for each node."""
-        return f"peer://{self.name}"
+        return f"{PEER_LINK}{self.name}"
 
     def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
         """As ``Origin.read``.

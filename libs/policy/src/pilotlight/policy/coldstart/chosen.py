@@ -18,7 +18,7 @@ from pilotlight.policy.coldstart.servers import (
     predict,
 )
 from pilotlight.policy.coldstart.timings import Timings
-from pilotlight.policy.cost import stage_room, transfer_s
+from pilotlight.policy.cost import group_ttft_s, stage_room, transfer_s
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.placement import Candidate
@@ -184,6 +184,10 @@ def _asked(
         waited_s=waited_s,
         books=known.fetches.forward(sorted(links), snapshot.now_s),
         now_s=snapshot.now_s,
+        overhead_s=max(
+            (known.timings.overhead_s(kind) for kind in {one.worker.device.kind for one in found}),
+            default=0.0,
+        ),
     )
     return request, servers
 
@@ -208,7 +212,7 @@ def _choose(
             device_bytes = room.granted_bytes(candidate.free_bytes)
         placements.append(_placement(stage, device_bytes))
     return Chosen(
-        scheme=_scheme(scheme, placements),
+        scheme=_scheme(request, scheme, placements, rules),
         meets_slo=scheme.meets_slo,
         evicts=any(
             place.device_bytes > candidate.free_bytes
@@ -251,7 +255,9 @@ def _alternatives(
     soonest.sort(key=lambda one: one[:2])
     others += [predict(request, (one,), rules.start) for _, _, one in soonest[:ALTERNATIVES]]
     return tuple(
-        _scheme(one, [_placement(stage, stage.device_bytes) for stage in one.stages])
+        _scheme(
+            request, one, [_placement(stage, stage.device_bytes) for stage in one.stages], rules
+        )
         for one in others
     )
 
@@ -269,13 +275,24 @@ def _placement(stage: StageChoice, device_bytes: int) -> Placement:
     )
 
 
-def _scheme(scheme: StartScheme, placements: Sequence[Placement]) -> Scheme:
-    costs = [stage.cost for stage in scheme.stages]
+def _scheme(
+    request: StartRequest,
+    scheme: StartScheme,
+    placements: Sequence[Placement],
+    rules: ChoiceRules,
+) -> Scheme:
+    """What is said of a choice: it was made by bounds, and is told by what is expected."""
+    expected = request.books.expected_s(scheme.newcomers(""), request.now_s)
+    fetches_s = iter(expected)
+    costs = [
+        replace(stage.cost, fetch_s=next(fetches_s) if stage.fetch_bytes > 0 else 0.0)
+        for stage in scheme.stages
+    ]
     return Scheme(
         pipeline_size=scheme.size,
         full_memory_workers=scheme.full_memory_workers,
         placements=tuple(placements),
-        predicted_ttft_s=scheme.ttft_s,
+        predicted_ttft_s=group_ttft_s(costs, request.spent_s, rules.start.hop_s),
         predicted_tpot_s=scheme.tpot_s,
         predicted_phase_s={
             PhaseName.FETCH: max(one.fetch_s for one in costs),

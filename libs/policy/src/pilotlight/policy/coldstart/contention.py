@@ -108,6 +108,30 @@ class FetchBooks:
             default=math.inf,
         )
 
+    def expected_s(self, newcomers: Sequence[Newcomer], now_s: float) -> list[float]:
+        """How long each of some newcomers that begin together will take, if nothing else comes.
+
+        On a link that is shared equally a fetch waits for no more bytes of another than it has
+        itself: those that end before it leave it their share. ``share`` is the bound that deadlines
+        are promised by, as if all of them ran until it ends; this is what a client will see.
+        """
+        found: list[float] = []
+        for one in newcomers:
+            took_s = transfer_s(one.fetch_bytes, one.limit_bytes_per_s)
+            for link in one.links if one.fetch_bytes > 0 else ():
+                if link not in self.capacities:
+                    continue
+                others = [self.fetches[key].pending_at(now_s) for key in self.on.get(link, ())]
+                others += [
+                    other.fetch_bytes
+                    for other in newcomers
+                    if other is not one and link in other.links
+                ]
+                shared = one.fetch_bytes + sum(min(each, one.fetch_bytes) for each in others)
+                took_s = max(took_s, transfer_s(shared, self.capacities[link]))
+            found.append(took_s)
+        return found
+
     def refusal(self, newcomers: Sequence[Newcomer], now_s: float) -> str | None:
         """Why newcomers that begin together may not; None: they may.
 

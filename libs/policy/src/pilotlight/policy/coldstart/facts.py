@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, OriginKind, Tier
+from pilotlight.policy.cluster import (
+    PEER_LINK,
+    Copy,
+    DeviceKind,
+    Liveness,
+    NodeFacts,
+    OriginKind,
+    Tier,
+)
 from pilotlight.policy.coldstart.contention import LinkName, disk, incoming, outgoing
 from pilotlight.policy.coldstart.servers import Offer, Server
 from pilotlight.policy.coldstart.timings import WARM, Timings
@@ -66,6 +74,7 @@ def servers_for(
     """
     timings, usual = facts.timings, facts.usual
     peers = _peers(model, facts)
+    computed: dict[tuple[DeviceKind, float], tuple[float, float]] = {}
     servers: list[Server] = []
     for candidate in candidates:
         worker, node = candidate.worker, candidate.node
@@ -76,6 +85,12 @@ def servers_for(
         reads = known_rate(device.memory_bytes_per_s) or timings.memory_bytes_per_s(
             node_id, device.kind, reported
         )
+        if (device.kind, reads) not in computed:  # 2; devices of one kind are mostly alike
+            computed[device.kind, reads] = (
+                timings.prefill_s(model, device.kind, reads, usual.prompt_tokens),
+                timings.decode_s(model, device.kind, reads, usual.batch, usual.context_tokens),
+            )
+        prefill_s, decode_s = computed[device.kind, reads]
         servers.append(
             Server(
                 worker_id=worker.worker_id,
@@ -86,10 +101,8 @@ def servers_for(
                 context_s=start.before_load_s,
                 libraries_s=start.libraries_s,
                 init_s=timings.init_s(model.name, device.kind),
-                prefill_s=timings.prefill_s(model, device.kind, reads, usual.prompt_tokens),  # 2
-                decode_s=timings.decode_s(
-                    model, device.kind, reads, usual.batch, usual.context_tokens
-                ),
+                prefill_s=prefill_s,
+                decode_s=decode_s,
                 present=_parts(_copies(node, model.digest, Tier.HOST)),
                 offers=_offers(model, node, peers, facts),
             )
@@ -116,6 +129,18 @@ def source_of(model: Model) -> str:
     """What all models from one bucket, hub or host share: scheme and authority of the URI."""
     parts = urlsplit(model.uri)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def link_bytes_per_s(node: NodeFacts, source: str) -> float | None:
+    """What a node's link to a source gave when it was last busy, all fetches together; None: its
+    loader has not said.
+
+    Args:
+        node: Which fetched.
+        source: A node, or what models were registered from (``source_of``).
+    """
+    names = (source, f"{PEER_LINK}{source}")
+    return next((one.bytes_per_s for one in node.links if one.name in names), None)
 
 
 @dataclass(frozen=True, slots=True)

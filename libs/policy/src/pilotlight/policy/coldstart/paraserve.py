@@ -182,7 +182,7 @@ def _predicted(
     prefill_s = max(one.server.prefill_s for one in chosen)
     decode_s = max(one.server.decode_s for one in chosen)
     stages = even_stages(request.model.spec, size)
-    ttft_s = request.waited_s + max(one.term_s for one in chosen) + prefill_s * factor + hops_s
+    ttft_s = request.spent_s + max(one.term_s for one in chosen) + prefill_s * factor + hops_s
     tpot_s = decode_s * factor + hops_s
     slo = request.model.slo
     return PaperScheme(

@@ -102,7 +102,7 @@ class _Search:
         used = {one.node_id for one in self._chosen}
         tried: dict[tuple[object, ...], NodeId] = {}
         self._count(stage.links, -1)
-        following_s = self.request.waited_s + self._rest[at + 1][1] + self._hop_s
+        following_s = self.request.spent_s + self._rest[at + 1][1] + self._hop_s
         for option in stage.options:
             if following_s + option.cost.through_s() > self._latest_s():
                 break  # As all that follow: the soonest come first.
@@ -150,7 +150,7 @@ class _Search:
             following_s += option.cost.prefill_s
             decode_s += option.cost.decode_s + self._hop_s
             size_bytes += option.room_bytes
-        ttft_s, size = request.waited_s + latest_s, len(self.stages)
+        ttft_s, size = request.spent_s + latest_s, len(self.stages)
         if ttft_s * 1000 <= slo.ttft_ms and decode_s * 1000 <= slo.tpot_ms:
             return (False, size, size_bytes, ttft_s) < self.best.order
         return (True, ttft_s, size, size_bytes) < self.best.order

@@ -132,11 +132,18 @@ class StartRequest:
     books: FetchBooks = field(default_factory=FetchBooks)
     """Of this moment."""
     now_s: float = 0.0
+    overhead_s: float = 0.0
+    """What a start takes beside its stages: rows, commands, the way of the request and its token."""
+
+    @property
+    def spent_s(self) -> float:
+        """Of the SLO, whatever is chosen."""
+        return self.waited_s + self.overhead_s
 
     @property
     def deadline_s(self) -> float:
         """When the first token is due."""
-        return self.now_s - self.waited_s + self.model.slo.ttft_ms / 1000
+        return self.now_s - self.spent_s + self.model.slo.ttft_ms / 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +244,7 @@ def predict(request: StartRequest, chosen: Sequence[Assigned], rules: StartRules
             rate = min(limit, request.books.share(one.offer.links, counts))
         costs.append(stage_cost_on(request, one, fetch_bytes, rate, rules))
     hop_s = rules.hop_s
-    ttft_s = group_ttft_s(costs, request.waited_s, hop_s)
+    ttft_s = group_ttft_s(costs, request.spent_s, hop_s)
     tpot_s = group_tpot_s(costs, hop_s)
     meets_slo = ttft_s * 1000 <= slo.ttft_ms and tpot_s * 1000 <= slo.tpot_ms
     between_s = hop_s if len(costs) > 1 else 0.0

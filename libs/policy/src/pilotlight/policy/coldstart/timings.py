@@ -16,6 +16,7 @@ each term has one place, a seed for the time before the first sample, and a fall
                                                              (what the worker reports goes first)
     b                               node and source          the source at other nodes; the node's link
     t_n                             pair of nodes            all pairs; a constant
+    rows, commands, request, token  kind on all nodes        0: nothing is known of them
 
 Decode reads device memory, not the bus: t_d of a batch is a line over the bytes of the parameters
 and of all keys and values that one step reads.
@@ -101,6 +102,8 @@ class StageSample:
     """Tokens, and seconds for all layers."""
     operations_per_s: float | None = None
     """Of the prompt (``prompt_operations``)."""
+    overhead_s: float | None = None
+    """Beside what the stage did: planning, commands, the way of the request and of its token."""
     decode: Point | None = None
     """Bytes that a step reads (``step_bytes``), and seconds for all layers."""
 
@@ -135,6 +138,8 @@ class OfDevice:
     """Bytes a second from the host pool to the device."""
     compute: Mean | None = None
     """Operations a second of prompts, whatever the model."""
+    overhead: Mean | None = None
+    """Of a start, beside what its stages do."""
     probe: Probe | None = None
 
 
@@ -259,6 +264,10 @@ class Timings:
         known = self.models.get((model, kind), UNKNOWN_MODEL)
         return _first(known.restore if restored else known.init, None, 0.0)
 
+    def overhead_s(self, kind: DeviceKind) -> float:
+        """What a start takes beside what its stages do, on all nodes."""
+        return _first(self.devices.get((ANY, kind), UNKNOWN_DEVICE).overhead, None, 0.0)
+
     def prefill_s(self, model: Model, kind: DeviceKind, memory_rate: float, tokens: int) -> float:
         """t_p of all layers.
 
@@ -356,5 +365,6 @@ def _device_after(known: OfDevice, sample: StageSample) -> OfDevice:
         libraries=mean_after(known.libraries, sample.libraries_s),
         load=mean_after(known.load, sample.load_bytes_per_s or None),
         compute=mean_after(known.compute, sample.operations_per_s or None),
+        overhead=mean_after(known.overhead, sample.overhead_s),
         probe=known.probe,
     )

@@ -87,6 +87,9 @@ class Tries:
        Requests that come do not wait for that
     7. a burst's further instances come after every model has had its turn, as far as there is room;
        what is left of them waits for the first ones
+    8. no more than a few begin in one tick, the first of the line: the leader has a lease to renew
+       and commands to give, however many models are asked for at once. The rest is looked at again
+       in the next tick, which those that began bring about
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class Tries:
             wanted: Why models are wanted, by name; others for the reason of ``start``.
         """
         model = self._facts.models.get(start.model)
-        if model is None:
+        if model is None or len(self.orders) >= self._rules.starts_at_once:  # 8
             return False
         ours = draft.books.by_model.get(model.name, ())
         if any(draft.books.records[one].tentative for one in ours if one not in self._begun):  # 1
