@@ -308,7 +308,7 @@ class Engine:
             instance_id: the model that runs it.
             prompt_ids: at least one token.
             output_ids: what another engine sampled already: positions go on after them.
-            sampling: how tokens are sampled.
+            sampling: of tokens.
             deadline_s: on the engine's clock; a step after it ends it with ``deadline_exceeded``.
             pieces: what ``export_kv`` gave of it, of all layers; what they lack is computed here.
             vocabulary: the model's; a grammar needs it.

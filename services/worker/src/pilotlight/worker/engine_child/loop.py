@@ -53,7 +53,7 @@ from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
-from pilotlight.policy.request import FinishReason, Sampling, Vocabulary
+from pilotlight.policy.request import FinishReason, Promise, Sampling, Vocabulary
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
@@ -93,6 +93,7 @@ class StepEngine(LoadingEngine, PipelineEngine, Protocol):
         vocabulary: Vocabulary | None,
         pieces: "Sequence[KvPiece]" = (),
         share: FairShare = NO_TENANT,
+        promise: Promise | None = None,
     ) -> None: ...
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
     def step(self) -> StepResult: ...
@@ -319,7 +320,7 @@ class ChildLoop:
             self._refused.append(_refusal_of(command, code, message))
 
     def _step(self) -> None:
-        """One batch; what it raises ends the process, whose books cannot be trusted after it."""
+        """One batch; what it raises ends the process."""
         self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()
