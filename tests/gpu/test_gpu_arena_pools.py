@@ -8,6 +8,7 @@ import torch
 
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.cuda.arena import POOL_BYTES, POOL_CHUNK_BYTES, CudaArena
+from pilotlight.engine.cuda.capture import keep_generator_memory
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.errors import NoRoom
 
@@ -77,6 +78,7 @@ def test_a_large_batch_finds_the_memory_that_smaller_ones_left(
 
 def test_a_capture_goes_on_after_memory_that_it_did_not_get(arena: CudaArena) -> None:
     """The device has memory for the first chunk of what is asked for, and not for the second."""
+    keep_generator_memory(arena.device)
     pool, slot = arena.graph_pool(1), arena.open_slot(0)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     outside = torch.zeros(1000, device=arena.device)

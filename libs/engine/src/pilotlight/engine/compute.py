@@ -50,6 +50,7 @@ def _in_pool_of(memory: StageMemory) -> Callable[[Callable[[], Tensor]], Tensor]
     """Runs what takes memory on a CUDA device."""
     from pilotlight.engine.cuda.pools import run_in
 
+    keep_generator_memory(device)
     scratch = memory.scratch()
     assert scratch is not None, "an arena on a CUDA device has scratch memory"
     return partial(run_in, scratch.eager)
@@ -111,11 +112,12 @@ def compute_on(
     if device.type == "cpu":
         return Compute(RangeRunner(memory, parameters, kv), sample)
     # Only here: on a machine without a GPU there may be no triton.
-    from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+    from pilotlight.engine.cuda.capture import CaptureOnSecondUse, keep_generator_memory
     from pilotlight.engine.cuda.graphs import GraphSet
     from pilotlight.engine.cuda.runner import CudaRangeRunner
     from pilotlight.engine.cuda.sampler import CudaSampler
 
+    keep_generator_memory(device)
     scratch = memory.scratch()
     assert scratch is not None, "an arena on a CUDA device has scratch memory"
     supplier = (

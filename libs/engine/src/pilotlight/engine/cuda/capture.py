@@ -6,6 +6,7 @@ captured.
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,25 @@ from pilotlight.engine.watching import compiling
 
 CAPTURES = 2
 """Times that a capture is tried, if there is no memory for it."""
+
+
+@cache
+def keep_generator_memory(device: torch.device) -> torch.cuda.CUDAGraph:
+    """Makes torch keep the words of its generator that every graph needs: a graph of nothing, which
+    is never replayed and stays.
+
+    torch allocates them outside all pools when a capture begins and no other graph is there. On a
+    full device that fails, and ends the process: the graph cannot be destroyed then.
+    """
+    word, stream = torch.zeros(1, device=device), torch.cuda.Stream(device)
+    word.add_(1)  # Its kernel is loaded.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        word.add_(1)
+        graph.capture_end()
+    return graph
 
 
 class CaptureOnSecondUse:
