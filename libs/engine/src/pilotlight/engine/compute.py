@@ -50,7 +50,6 @@ def _in_pool_of(memory: StageMemory) -> Callable[[Callable[[], Tensor]], Tensor]
     """Runs what takes memory on a CUDA device."""
     from pilotlight.engine.cuda.pools import run_in
 
-    keep_generator_memory(device)
     scratch = memory.scratch()
     assert scratch is not None, "an arena on a CUDA device has scratch memory"
     return partial(run_in, scratch.eager)
