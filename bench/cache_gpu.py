@@ -33,10 +33,12 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import served_gpu_load as load
+from cache_gpu_rows import measurements
 from served_gpu import commit, machine
 from served_gpu_models import Prompts, prepare
 from served_gpu_servers import (
@@ -365,13 +367,15 @@ def main() -> None:
                 "part": part,
                 "machine": machine(),
                 "commit": commit(),
+                "date": datetime.now(UTC).date().isoformat(),
                 "load": f"load average {os.getloadavg()[0]:.1f} after it",
                 **found,
             }
             file.write_text(json.dumps(document, indent=2))
             say(f"{part}: {found}")
     parts = [json.loads(file.read_text()) for file in sorted(asked.out.glob("*.json"))]
-    print(json.dumps({"benchmark": "cache_gpu", "parts": parts}, indent=2))
+    rows = [row for part in parts for row in measurements(part)]
+    print(json.dumps({"benchmark": "cache_gpu", "measurements": rows, "parts": parts}, indent=2))
 
 
 if __name__ == "__main__":
