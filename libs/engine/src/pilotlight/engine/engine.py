@@ -363,11 +363,7 @@ class Engine:
         return export(self._stages.held(instance_id), keys, layers, since)
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
-        """Lets a request go that goes on elsewhere: no end of it is reported.
-
-        Raises:
-            BadRequest: it is not here.
-        """
+        """Lets a request go that goes on elsewhere, silently; ``BadRequest`` if it is not here."""
         found = self._stages.find(RequestKey(request_id, attempt))
         if found is None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is not here")

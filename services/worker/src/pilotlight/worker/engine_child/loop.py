@@ -132,10 +132,9 @@ class ChildLoop:
         self._batch_tokens = 0
         """Of the last batch, whose end may be waited for while the next one runs already."""
         self._counts = (0, 0, 0, 0)
-        """Of the last step that was told: requests waiting and running, tokens of KV free and
-        cached."""
+        """Last told: requests waiting and running, tokens of KV free and cached."""
         self._refused: list[Produced] = []
-        """Ends of requests that the engine did not take; they leave with the next step."""
+        """Ends of those that the engine did not take; they leave with the next step."""
         self._ended = False
         self._received = False
         """Something came when it was last looked."""
@@ -175,7 +174,7 @@ class ChildLoop:
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
-        """Read and obey everything that has arrived; wait up to ``wait_s`` for the first of it."""
+        """Obey everything that has arrived; wait up to ``wait_s`` for the first of it."""
         self._received = False
         self._slate.write(Doing.WAITING)
         while self._has_come(wait_s):
