@@ -103,8 +103,10 @@ async def test_the_board_ends_with_the_lease() -> None:
 async def test_for_a_start_ahead_everything_on_the_device_stays() -> None:
     said, one, owed = Said(), an_instance(), InstanceId("owed")
     room = RoomClient(said, Epoch(1), Term(), lambda _: (owed,))  # type: ignore[arg-type]
-    await room.reserve(one, model(one.model), one.placements[0], (InstanceId("idle"), owed))
+    stays = (InstanceId("idle"), owed)
+    await room.reserve(one, model(one.model), one.placements[0], stays, free_room=True)
     assert [ask.protected for ask in said.asked] == [(owed, InstanceId("idle"))]
+    assert [ask.free_room for ask in said.asked] == [True]
 
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:

@@ -206,7 +206,13 @@ class Starter:
         stays = _on_devices(order) if order.ahead else {}
         answers = await asyncio.gather(
             *(
-                self.room.reserve(instance, order.model, one, stays.get(one.worker_id, ()))
+                self.room.reserve(
+                    instance,
+                    order.model,
+                    one,
+                    stays.get(one.worker_id, ()),
+                    free_room=order.ahead,
+                )
                 for one in placements
             ),
             return_exceptions=True,
