@@ -9,9 +9,11 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import NotLeader
+from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, InstanceId
+from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import instance, model
@@ -84,6 +86,19 @@ async def test_commands_end_with_the_lease() -> None:
     with pytest.raises(NotLeader):
         await teller.tell_node(NodeTold(node_id=placement.node_id, fetches=()), {})
     assert len(said.words) == 2
+
+
+async def test_gateways_are_told_of_what_never_fits_once_every_worker_was_heard() -> None:
+    said, term, clock = Said(), Term(), ManualClock()
+    teller = Teller(said, Epoch(1), term, clock)  # type: ignore[arg-type]
+    await teller.tell_never_fits(model("m"), "it is too large")
+    assert said.words == []
+    clock.advance(DEAD_AFTER_S)
+    await teller.tell_never_fits(model("m"), "it is too large")
+    assert said.words == [NEVER_FITS_SUBJECT]
+    term.over = True
+    with pytest.raises(NotLeader):
+        await teller.tell_never_fits(model("m"), "it is too large")
 
 
 async def test_the_board_ends_with_the_lease() -> None:

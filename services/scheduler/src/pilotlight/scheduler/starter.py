@@ -110,7 +110,8 @@ class Starter:
             return refusal or record.instance.instance_id
 
     async def refuse(self, refused: RefusedStart, model: Model | None, place: str) -> None:
-        """Write down why nothing was started, when that is new.
+        """Write down why nothing was started, when that is new; tell gateways of a model that no
+        worker can ever hold.
 
         Args:
             refused: What was decided.
@@ -120,6 +121,8 @@ class Starter:
         Raises:
             NotLeader, DatabaseUnavailable: as for ``start``.
         """
+        if refused.never_fits and model is not None:
+            await self.teller.tell_never_fits(model, refused.message)
         if not refused.record:
             return
         decision = Decision(
