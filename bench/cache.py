@@ -2,9 +2,9 @@
 
 ``paper``: mCache's four workloads for seven models, at 20 to 100 % of their bytes, beside the exact
 optimum; ``paper-drift``: the same with popularity that changes each five minutes; ``drift``: two
-of them at other periods. All three with each set of sizes. ``modern``: hundreds of models, beside a policy that knows the true rates
-and a lower bound; ``tiers``: the same models on a device and its host. ``access``: processor time
-of an access with 10,000 models.
+of them at other periods. All three with each set of sizes. ``modern``: hundreds of models, beside a
+policy that knows the true rates and a lower bound; ``tiers``: the same models on a device and its
+host. ``access``: processor time of an access with 10,000 models.
 
 Policies were tuned on seeds 0 to 4; 5 to 14 are reported. Figures are means over seeds.
 ``cache_results.py`` makes bench/results/cache.json of the lines, of one run or of several. With

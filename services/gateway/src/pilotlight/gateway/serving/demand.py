@@ -1,5 +1,6 @@
 """Tells the scheduler what this gateway holds: on change, every 250 ms while there is something,
-and once when it is over. The scheduler's word that a model fits on no worker ends what waits for it.
+and once when it is over. The scheduler's word that a model fits on no worker ends what waits for
+it.
 """
 
 import asyncio
