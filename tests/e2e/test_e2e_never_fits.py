@@ -35,7 +35,8 @@ def test_a_request_for_it_is_told_at_once(system: RunningSystem) -> None:
     with system.openai() as client:
         with pytest.raises(APIStatusError, match="more than any worker has") as refused:
             client.completions.create(model="float32", prompt=[0, 5, 6, 7], max_tokens=4)
-        assert refused.value.status_code == 503
+        assert refused.value.status_code == 429
         assert refused.value.code == "no_worker"
+        assert refused.value.response.headers["x-should-retry"] == "false"
         answer = client.completions.create(model="bfloat16", prompt=[0, 5, 6, 7], max_tokens=4)
         assert answer.usage is not None

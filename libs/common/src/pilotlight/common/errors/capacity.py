@@ -54,8 +54,6 @@ class NoWorker(NoRoom):
     """No live worker can ever hold the model."""
 
     code = "no_worker"
-    status = 503
-    openai_type = "server_error"
     action = (
         "See `pilotlight doctor` and /admin/v1/workers; the message says how much memory is needed."
     )

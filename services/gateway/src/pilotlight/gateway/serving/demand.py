@@ -20,6 +20,8 @@ from pilotlight.policy.ids import GatewayId
 
 REPEAT_S = 0.25
 IDLE_S = 30.0
+NEVER_FITS_AGAIN_S = 60.0
+"""Until another worker may be there."""
 GATHER_S = 0.005
 """Changes that follow one another closely travel together; the first goes at once."""
 
@@ -78,7 +80,9 @@ class DemandPublisher:
         return bool(demands)
 
     async def _on_never_fits(self, told: NeverFits) -> None:
-        error = NoWorker(f"{told.model} cannot be loaded: {told.message}")
+        error = NoWorker(
+            f"{told.model} cannot be loaded: {told.message}", retry_after_s=NEVER_FITS_AGAIN_S
+        )
         self._queue.refuse(told.model, told.digest, error)
 
     async def _again(self) -> None:
