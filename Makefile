@@ -113,9 +113,9 @@ bench-cache:  ## what waits for loads under each eviction policy, beside bounds,
 	@tools/bootstrap.sh dev
 	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS))
 
-bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON: POLICIES=, REQUESTS=, DURATION_S=
+bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON, on a quiet machine in less than 15 minutes: POLICIES=, REQUESTS=, DURATION_S=, REPEATS=
 	@tools/bootstrap.sh runtime
-	@$(PY) bench/cache_real.py $(if $(POLICIES),--policies $(POLICIES)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DURATION_S),--duration-s $(DURATION_S))
+	@$(PY) bench/cache_real.py $(if $(POLICIES),--policies $(POLICIES)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(REPEATS),--repeats $(REPEATS))
 
 bench-cache-gpu:  ## models that share this machine's GPU: by where they are, and under Zipf's law, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=, REQUESTS=; TINY=1 KIND=cpu tries it; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/cache_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(KIND),--kind $(KIND)) $(if $(TINY),--tiny)

@@ -2,9 +2,9 @@
 
 ``paper``: mCache's four workloads for seven models, at 20 to 100 % of their bytes, beside the exact
 optimum; ``paper-drift``: the same with popularity that changes each five minutes; ``drift``: two
-of them at other periods. ``modern``: hundreds of models, beside a policy that knows the true rates
-and a lower bound; ``tiers``: the same models on a device and its host. ``access``: processor time
-of an access with 10,000 models.
+of them at other periods. All three with each set of sizes. ``modern``: hundreds of models, beside a
+policy that knows the true rates and a lower bound; ``tiers``: the same models on a device and its
+host. ``access``: processor time of an access with 10,000 models.
 
 Policies were tuned on seeds 0 to 4; 5 to 14 are reported. Figures are means over seeds.
 ``cache_results.py`` makes bench/results/cache.json of the lines, of one run or of several. With
@@ -134,15 +134,16 @@ def paper_cells(seeds: range, names: list[str], drift: Drift | None) -> Iterator
 def drift_cells(seeds: range, names: list[str]) -> Iterator[Cell]:
     """How the order of policies depends on how long popularity stays as it is."""
     periods = [None if one is None else Drift(period_s=one) for one in DRIFT_PERIODS_S]
-    for pairing, drift, share in product(DRIFT_PAIRINGS, periods, DRIFT_SHARES):
+    cells = product(SIZE_SETS, DRIFT_PAIRINGS, periods, DRIFT_SHARES)
+    for size_set, pairing, drift, share in cells:
         yield partial(
             paper_cell,
             "drift",
-            partial(_paper, pairing, "large", drift),
+            partial(_paper, pairing, size_set, drift),
             seeds,
             share,
             names,
-            sizes="large",
+            sizes=size_set,
             pairing=pairing.value,
             drift_s=None if drift is None else drift.period_s,
         )

@@ -65,13 +65,26 @@ def test_results_are_lines_that_can_be_read() -> None:
 
 
 def test_pairs_that_simulation_tells_apart_are_those_that_count() -> None:
-    from cache_real import kept_order
+    from cache_real import verdict
 
     expected = {"a": 100, "b": 95, "c": 80}
-    assert kept_order(expected, {"a": 90, "b": 99, "c": 95}, 0.1) == [
-        {"better": "c", "worse": "a", "kept": False},
-        {"better": "c", "worse": "b", "kept": True},
+    found = verdict(expected, {"a": [90, 70, 91], "b": [99], "c": [95, 60, 96]}, 0.1)
+    assert found["order_kept"] is False
+    assert [(one["better"], one["worse"], one["kept"]) for one in found["pairs"]] == [
+        ("c", "a", False),
+        ("c", "b", True),
     ]
+    assert found["pairs"][0]["simulated_reloads"] == [80, 100]
+    assert found["pairs"][0]["median_reloads"] == [95, 90]
+    assert verdict(expected, {"a": [9], "b": [9], "c": [8]}, 0.1)["order_kept"] is True
+
+
+def test_what_is_run_by_default_has_pairs_and_is_in_time() -> None:
+    from cache_real import Trial, simulated, told_apart
+
+    trial = Trial(models=8, room=3, requests=150, duration_s=75.0, zipf=1.2, max_tokens=8, seed=5)
+    expected = simulated(trial, ("lru", "gdsf", "iam"))
+    assert ("iam", "lru") in told_apart(expected, 0.1)
 
 
 def test_the_trace_is_that_of_its_seed_and_in_time() -> None:

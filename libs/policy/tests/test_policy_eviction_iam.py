@@ -220,3 +220,41 @@ def test_published_and_ours_agree_where_ranks_are_fresh() -> None:
     assert [one.subject for one in plain.ordered(copies, 0.0)] == [
         one.subject for one in paper.ordered(copies, 0.0)
     ]
+
+
+class Counting(Iam):
+    """Counts the scores that it makes: each goes into the heap once, at O(log n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = 0
+
+    def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> tuple[float, ...]:  # type: ignore[override]
+        self.scores += 1
+        return super().score(candidate, last_s, now_s)
+
+
+def scores_of_an_access(residents: int, accesses: int = 2_000) -> float:
+    """In mean, each with the eviction and the insertion of a miss."""
+    policy, rng = Counting(), random.Random(5)
+    there = [f"m{number}" for number in range(residents)]
+    for number, name in enumerate(there):
+        policy.on_access(access(name, number * 0.1))
+        policy.on_insert(copy(name, penalty_s=rng.uniform(1.0, 60.0)), number * 0.1)
+    policy.scores = 0
+    for number in range(accesses):
+        now_s, name = residents * 0.1 + number, f"new{number}"
+        policy.on_access(access(rng.choice(there), now_s))
+        policy.on_access(access(name, now_s))
+        looking = policy.ranked(now_s)
+        victim = next(looking)
+        looking.close()
+        policy.on_evict(victim, now_s)
+        policy.on_insert(copy(name, penalty_s=rng.uniform(1.0, 60.0)), now_s)
+    return policy.scores / accesses
+
+
+def test_an_access_looks_at_a_few_copies_however_many_there_are() -> None:
+    few, many = scores_of_an_access(1_000), scores_of_an_access(16_000)
+    assert few < 10
+    assert many < 10

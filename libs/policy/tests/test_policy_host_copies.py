@@ -150,3 +150,89 @@ def test_a_copy_of_each_model_is_there_again_after_the_loss_of_any_node(
         )
         assert one.digest in held_there or not has_room
         assert (one.digest in plan.left) == (one.digest not in held_there)
+
+
+N0, N1, N2 = (NodeId(f"n{at}") for at in range(3))
+
+
+def test_where_a_model_may_start_once_more_a_copy_is_fetched_ahead() -> None:
+    a = model("a")
+    room = {a.digest: frozenset({N1, N2})}
+    plan = planned((a,), on("n0", whole(a)), on("n1", pool_bytes=500), on("n2"), next_on=room)
+    assert orders(plan) == {"a": "n2"}, "the one with the most free bytes"
+    assert plan.prefetches[0].upstreams == ("n0",)
+    there = planned((a,), on("n0", whole(a)), on("n1", whole(a)), on("n2"), next_on=room)
+    assert there == HostCopyPlan(), "one is enough"
+    coming = Transfer(digest=a.digest, source="s", done_bytes=1, total_bytes=60)
+    fetched = replace(on("n1"), transfers=(coming,))
+    assert planned((a,), on("n0", whole(a)), fetched, on("n2"), next_on=room) == HostCopyPlan()
+
+
+def test_a_forecast_that_is_being_fetched_goes_on_until_it_is_there() -> None:
+    a = model("a")
+    room, going = {a.digest: frozenset({N1, N2})}, {a.digest: N1}
+    coming = Transfer(
+        digest=a.digest, source="s", done_bytes=1, total_bytes=60, priority=FetchPriority.PREFETCH
+    )
+    busy = replace(on("n1", pool_bytes=200), transfers=(coming,))
+    nodes = (on("n0", whole(a)), busy, on("n2"))
+    assert orders(planned((a,), *nodes, next_on=room, going=going)) == {"a": "n1"}
+    assert planned((a,), *nodes, going=going) == HostCopyPlan(), "it is not expected any more"
+    refused = frozenset({(N1, a.digest)})
+    elsewhere = planned((a,), *nodes, next_on=room, going=going, refused=refused)
+    assert orders(elsewhere) == {"a": "n2"}
+
+
+def test_forecasts_have_what_missing_copies_leave_and_no_more() -> None:
+    """A pool of 400 keeps 40: of three models of 180 one has room beside what is there."""
+    served, lost, other = (model(name, part_bytes=30) for name in ("a", "b", "c"))
+    room = {served.digest: frozenset({N1})}
+    nodes = (on("n0", whole(served), pool_bytes=220), on("n1", pool_bytes=400))
+    plan = planned((served, lost), *nodes, next_on=room)
+    assert orders(plan) == {"b": "n1"}, "what no memory holds goes first"
+    full = (nodes[0], on("n1", whole(lost), whole(other), pool_bytes=400))
+    assert planned((served, lost, other), *full, next_on=room) == HostCopyPlan()
+    after = (nodes[0], on("n1", whole(lost), pool_bytes=400))
+    assert orders(planned((served, lost), *after, next_on=room)) == {"a": "n1"}
+
+
+@given(
+    CLUSTERS,
+    st.lists(
+        st.tuples(st.integers(1, 4), st.frozensets(st.integers(0, 4))), min_size=1, max_size=8
+    ),
+)
+def test_forecasts_take_free_room_alone_and_come_to_rest(
+    pools: list[int], wanted: list[tuple[int, frozenset[int]]]
+) -> None:
+    """However many are expected wherever, pools keep their share, nothing goes, and each has one
+    more copy at most.
+    """
+    models = tuple(model(f"m{at}", part_bytes=10 * size) for at, (size, _) in enumerate(wanted))
+    names = [NodeId(f"n{at}") for at in range(len(pools))]
+    nodes = {name: on(name, pool_bytes=100 * size) for name, size in zip(names, pools, strict=True)}
+    room = {
+        one.digest: frozenset(names[at % len(names)] for at in places)
+        for one, (_, places) in zip(models, wanted, strict=True)
+    }
+    for _ in range(4 * len(models) + 2):
+        plan = planned(models, *nodes.values(), next_on=room)
+        if not plan.prefetches:
+            break
+        for one in plan.prefetches:
+            facts = nodes[one.node_id]
+            there = replace(whole(one.model), node_id=one.node_id)
+            free_bytes = facts.pool_free_bytes - there.size_bytes
+            assert free_bytes >= 0.1 * facts.pool_bytes - 1
+            copies = (*facts.copies, there)
+            nodes[one.node_id] = replace(facts, copies=copies, pool_free_bytes=free_bytes)
+    assert not plan.prefetches
+    for one in models:
+        at = [name for name, facts in nodes.items() for c in facts.copies if c.digest == one.digest]
+        assert len(at) == len(set(at)) <= 2
+        assert len(at) < 2 or set(at) & room[one.digest]
+        fits = any(
+            one.spec.total_bytes <= nodes[name].pool_free_bytes - 0.1 * nodes[name].pool_bytes
+            for name in room[one.digest]
+        )
+        assert set(at) & room[one.digest] or not fits or not at

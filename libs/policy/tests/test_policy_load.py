@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife, RecentArrivals
 from pilotlight.policy.ids import Epoch, GatewayId, ModelName
-from pilotlight.policy.load import further_requests
+from pilotlight.policy.load import further_requests, may_need_another
 from pilotlight.policy.model import Model, Slo
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.scaling import ScalePlan, ScalingRules, plan_scaling
@@ -164,3 +164,26 @@ def test_what_is_started_ahead_is_no_surplus(slots: list[int], loads: list[int])
         again = plan_scaling(seen(of_four(), after, NOW_S, arrived(slots)), RULES, {M: 0.0})
         assert not again.surplus_since_s
         assert not again.drains
+
+
+def test_the_next_instance_is_foreseen_from_half_of_the_load_on() -> None:
+    calm = seen(of_four(), [], NOW_S, arrived([10] * 26))
+    growing = seen(of_four(), [], NOW_S, arrived([10] * 24 + [20, 20]))
+    assert not may_need_another(of_four(), 1, 5, 5.0, calm)
+    assert may_need_another(of_four(), 1, 6, 5.0, calm)
+    assert may_need_another(of_four(), 1, 1, 5.0, growing), "by the time a start would take"
+    assert not may_need_another(of_four(), 2, 6, 5.0, calm)
+    assert not may_need_another(of_four(), 4, 40, 5.0, growing), "it may have no more"
+    assert not may_need_another(of_four(), 0, 0, 5.0, growing), "that is a start for requests"
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=26, max_size=26),
+    st.lists(st.integers(0, 10), min_size=1, max_size=3),
+)
+def test_what_is_started_ahead_was_foreseen(slots: list[int], loads: list[int]) -> None:
+    """A copy costs less than an instance, and is begun no later."""
+    snapshot = seen(of_four(), serving(*loads), NOW_S, arrived(slots))
+    if ahead(plan_scaling(snapshot, RULES)):
+        low = RULES.low_load * RULES.instance_requests
+        assert may_need_another(of_four(), len(loads), sum(loads), low, snapshot)

@@ -203,6 +203,7 @@ def test_a_model_larger_than_every_device_is_said_to_be_so() -> None:
     choice = choose_scheme(model(), snapshot, RULES)
     assert choice.scheme is None
     assert choice.no_worker_ever
+    assert choice.never_fits
     assert "more than any worker has" in choice.reason
 
 
@@ -235,6 +236,26 @@ def test_a_worker_that_does_not_serve_says_nothing_of_what_fits() -> None:
     # What it had is of no use now.
     lost = replace(failed, device=down.device)
     assert reason(lost) == (True, none_serves.format(1))
+
+
+def test_only_what_all_workers_are_too_small_for_never_fits() -> None:
+    """One that has said nothing yet, has failed or is full may hold it later."""
+    small, silent = worker(memory_bytes=10), worker(1, memory_bytes=0, engine_up=False)
+    failed = worker(1, memory_bytes=10, health=DeviceHealth(state=HealthState.FAILED))
+    full = worker(
+        1, memory_bytes=10_000, held_stages=(held("b", device_bytes=10_000, in_flight=1),)
+    )
+
+    def never(*workers: WorkerFacts) -> bool:
+        snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), nodes=(node(),), workers=workers)
+        return choose_scheme(model(), snapshot, RULES).never_fits
+
+    assert never(small)
+    assert never(small, worker(1, memory_bytes=10))
+    assert not never()
+    assert not never(small, silent)
+    assert not never(small, failed)
+    assert not never(small, full)
 
 
 def test_a_stage_that_waits_for_the_others_of_its_group_is_not_evicted() -> None:

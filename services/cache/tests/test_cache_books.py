@@ -7,9 +7,21 @@ from hypothesis import strategies as st
 
 from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.testing import hear
-from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
+from pilotlight.policy.cluster import (
+    Copy,
+    DeviceKind,
+    HeldStage,
+    HeldState,
+    LinkSpeed,
+    NodeFacts,
+    OriginKind,
+    Tier,
+)
+from pilotlight.policy.estimates import with_estimates
+from pilotlight.policy.eviction.candidates import registered
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId, WorkerId
-from pilotlight.policy.testing import copy, held, node, worker
+from pilotlight.policy.plan import Estimate
+from pilotlight.policy.testing import NOW_S, copy, held, model, node, worker
 
 WORKER, NODE = WorkerId("w0"), NodeId("n0")
 MEMORY = 1000
@@ -96,6 +108,43 @@ def test_a_fetch_under_way_counts_what_is_still_missing() -> None:
     assert books.host_free_bytes(pool(1000)) == 500
     assert books.host_free_bytes(pool(800, copy("a", size_bytes=200))) == 500
     assert books.host_free_bytes(pool(500, copy("a", size_bytes=500))) == 500
+
+
+def test_of_two_copies_either_is_worth_less_than_the_last() -> None:
+    """60 bytes: links give 100 a second, the source gave 10 and the disk 20."""
+    one = model()
+    whole = replace(copy(), parts=tuple(range(6)))
+    learned = Estimate(
+        model=one.name,
+        device_kind=DeviceKind.SIM,
+        fetch_bytes_per_s=10.0,
+        load_bytes_per_s=0.0,
+        prefill_s=0.0,
+        cold_ttft_s=0.0,
+        samples=1,
+    )
+    books = Books(models=registered((one,)), estimates=with_estimates({}, (learned,)))
+    first = replace(node(copies=(whole,)), dataplane_host="h", dataplane_port=7)
+    other = replace(first, node_id=NodeId("n1"), copies=(replace(whole, node_id=NodeId("n1")),))
+    hear(books, first, NOW_S)
+    assert penalty_s(books, "n0") == 6.0
+    hear(books, other, NOW_S)
+    assert penalty_s(books, "n0") == penalty_s(books, "n1") == 0.6
+    books.drop(NodeId("n1"), (one.digest,))
+    assert penalty_s(books, "n0") == 6.0, "before its next report says so"
+    hear(books, replace(other, copies=()), NOW_S)
+    assert penalty_s(books, "n0") == 6.0
+    on_disk = replace(whole, tier=Tier.DISK)
+    disk = LinkSpeed(kind=OriginKind.DISK, name="disk", bytes_per_s=20.0)
+    hear(books, replace(first, copies=(whole, on_disk), links=(disk,)), NOW_S)
+    assert penalty_s(books, "n0") == 3.0
+
+
+def penalty_s(books: Books, node_id: str) -> float:
+    facts = books.node(NodeId(node_id))
+    assert facts is not None
+    (found,) = books.in_pool(facts, NOW_S)
+    return found.penalty_s
 
 
 def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:

@@ -11,6 +11,7 @@ from sqlalchemy.pool import NullPool
 from pilotlight.cache import room
 from pilotlight.cache.app import build
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.forecasts import Forecasts
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
@@ -42,6 +43,7 @@ from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, ModelName
 from pilotlight.policy.lending import LendingRules
+from pilotlight.policy.scaling import ScalingRules
 from pilotlight.policy.testing import worker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -355,7 +357,7 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
         Background(),
         EvictionRules(min_residency_s=0.0),
         lender,
-        Keeper(books, bus, clock, "i", HostCopies.OFF),
+        Keeper(books, bus, clock, "i", HostCopies.OFF, Forecasts(books, ScalingRules())),
         CacheMeasures(books, CollectorRegistry()),
     )
     await maker.lapse()

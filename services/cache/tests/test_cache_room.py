@@ -92,6 +92,24 @@ async def test_what_is_owed_service_stays(cache: Application, bus: Bus, peers: P
         await reserve(bus, "next", 500, protected=("old",))
 
 
+async def test_for_a_start_that_nobody_waits_for_nothing_goes(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
+    full = replace(node(copies=(replace(copy("x", size_bytes=800), idle_s=60.0),)))
+    full = replace(full, pool_bytes=MEMORY, pool_free_bytes=MEMORY - 800)
+    await heard(bus, peers, replace(stage("old", 500), idle_s=60.0), where=full)
+    with pytest.raises(NoRoom):
+        await reserve(bus, "ahead", 600, free_room=True)
+    with pytest.raises(HostPoolFull):
+        await reserve(bus, "ahead", 500, host=300, free_room=True)
+    assert not peers.given_up
+    assert not any(one.digests for one in peers.dropped)
+    assert await reserve(bus, "ahead", 500, host=200, free_room=True)
+    asked_for = await reserve(bus, "waited-for", 500, host=300)
+    assert asked_for.evicted_instances == (InstanceId("old"),)
+    assert asked_for.dropped_copies == (Digest("d-x"),)
+
+
 async def test_evicts_no_more_than_is_needed(cache: Application, bus: Bus, peers: Peers) -> None:
     """The victims' own grants are still open: their scheduler has not heard of their end."""
     await heard(bus, peers)

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.forecasts import Forecasts
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
@@ -25,6 +26,7 @@ from pilotlight.common.testing import until
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.lending import LendingRules
+from pilotlight.policy.scaling import ScalingRules
 from pilotlight.policy.testing import node, worker
 
 pytestmark = pytest.mark.anyio
@@ -76,7 +78,14 @@ class Rig:
             self.background,
             rules,
             lender,
-            Keeper(self.books, None, clock, "i", HostCopies.OFF),  # type: ignore[arg-type]
+            Keeper(
+                self.books,
+                None,  # type: ignore[arg-type]
+                clock,
+                "i",
+                HostCopies.OFF,
+                Forecasts(self.books, ScalingRules()),
+            ),
             CacheMeasures(self.books, CollectorRegistry()),
         )
 

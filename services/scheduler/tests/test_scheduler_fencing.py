@@ -9,9 +9,11 @@ import pytest
 
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import NotLeader
+from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, InstanceId
+from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import instance, model
@@ -86,6 +88,19 @@ async def test_commands_end_with_the_lease() -> None:
     assert len(said.words) == 2
 
 
+async def test_gateways_are_told_of_what_never_fits_once_every_worker_was_heard() -> None:
+    said, term, clock = Said(), Term(), ManualClock()
+    teller = Teller(said, Epoch(1), term, clock)  # type: ignore[arg-type]
+    await teller.tell_never_fits(model("m"), "it is too large")
+    assert said.words == []
+    clock.advance(DEAD_AFTER_S)
+    await teller.tell_never_fits(model("m"), "it is too large")
+    assert said.words == [NEVER_FITS_SUBJECT]
+    term.over = True
+    with pytest.raises(NotLeader):
+        await teller.tell_never_fits(model("m"), "it is too large")
+
+
 async def test_the_board_ends_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
     publisher = InstancePublisher(said, ManualClock(), term)  # type: ignore[arg-type]
@@ -103,8 +118,10 @@ async def test_the_board_ends_with_the_lease() -> None:
 async def test_for_a_start_ahead_everything_on_the_device_stays() -> None:
     said, one, owed = Said(), an_instance(), InstanceId("owed")
     room = RoomClient(said, Epoch(1), Term(), lambda _: (owed,))  # type: ignore[arg-type]
-    await room.reserve(one, model(one.model), one.placements[0], (InstanceId("idle"), owed))
+    stays = (InstanceId("idle"), owed)
+    await room.reserve(one, model(one.model), one.placements[0], stays, free_room=True)
     assert [ask.protected for ask in said.asked] == [(owed, InstanceId("idle"))]
+    assert [ask.free_room for ask in said.asked] == [True]
 
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:

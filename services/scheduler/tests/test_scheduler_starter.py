@@ -9,6 +9,7 @@ from sqlalchemy import select
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.errors import HostPoolFull, NoRoom
+from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT, NeverFits
 from pilotlight.common.messages.hold import NodeHold, Peer, WorkerHold
 from pilotlight.common.service import Application
 from pilotlight.policy.cluster import HeldState
@@ -32,6 +33,21 @@ async def test_no_room_is_recorded_once_and_tried_again_until_there_is(rig: Rig)
     rig.refusal = None
     await rig.tried(4)
     await rig.shown_as(S.FETCHING)
+
+
+async def test_gateways_are_told_of_a_model_that_no_worker_can_hold(rig: Rig) -> None:
+    told: list[NeverFits] = []
+
+    async def hear(message: NeverFits) -> None:
+        told.append(message)
+
+    await rig.bus.subscribe(NEVER_FITS_SUBJECT, NeverFits, hear)
+    rig.memory_bytes = 10
+    await rig.report()
+    await rig.passing(rig.waited, lambda: told)
+    assert (told[0].model, told[0].digest) == ("m", "d-m")
+    assert "more than any worker has" in told[0].message
+    assert not rig.reserved
 
 
 async def test_refusals_that_alternate_are_recorded_once_each(rig: Rig) -> None:

@@ -146,6 +146,7 @@ RIGHTS: dict[str, Rights] = {
             spans.SPANS_SUBJECT,
             events.GATEWAY_EVENTS,
             limits.LIMIT_SUBJECTS,
+            demand.NEVER_FITS_SUBJECT,
             *_REPORTS,
         ),
         write=(GATEWAYS,),
@@ -159,6 +160,7 @@ RIGHTS: dict[str, Rights] = {
             room.RELEASE_SUBJECT,
             artifacts.FIND_ARTIFACTS_SUBJECT,
             reports.COALESCE_SUBJECT,
+            demand.NEVER_FITS_SUBJECT,
             _WHOLE,
         ),
         subscribe=(

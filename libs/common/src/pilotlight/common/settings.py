@@ -186,6 +186,18 @@ class EvictionSettings(PilotlightSettings):
         return value
 
 
+class LoadSettings(PilotlightSettings):
+    """What an instance carries: of the scheduler, which starts more, and of the cache, which has
+    copies where one may start. Both need the same value.
+    """
+
+    instance_requests: int = Field(
+        16,
+        ge=1,
+        description="Waiting requests that one instance is expected to carry; more start another, up to `max_instances`.",
+    )
+
+
 def checked_endpoint(value: str) -> str:
     """The URL of a server, without a slash at its end.
 

@@ -4,9 +4,13 @@ A copy that a device holds counts: nothing is lost as long as it is there. What 
 fetched ahead, into free room alone and behind all that a cold start waits for, so it evicts nothing
 and cannot thrash. When not all models fit, the most important ones have a copy; the others are
 where they came from, or on a disk.
+
+What is left free then has copies for forecasts: where a model's next instance may soon start, its
+parts are in the node's memory already, if they have the room. That takes no device, and goes like
+any other copy for what is worth more.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
@@ -42,6 +46,11 @@ class HostCopyFacts:
     refused: frozenset[tuple[NodeId, Digest]] = frozenset()
     """What came to nothing there lately."""
     arrivals: RecentArrivals = NO_ARRIVALS
+    next_on: Mapping[Digest, frozenset[NodeId]] = field(
+        default_factory=dict[Digest, "frozenset[NodeId]"]
+    )
+    """Models that may soon need another instance (``load.may_need_another``), and the nodes whose
+    devices have free room for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,60 +86,113 @@ def plan_host_copies(
     5. each goes where the most bytes are left free, beyond the share that is kept; of equal nodes
        to the one whose copies are asked for least
     6. a node fetches no more than ``per_node`` ahead at a time
+    7. then, in the same way, one more copy of each model that may soon need another instance, on
+       one of the nodes that have room for that on a device; none where such a node has a copy in
+       its host pool, or fetches it
 
     Args:
         facts: Models and nodes.
         pool: Who has which copies.
         rules: Figures.
     """
-    staying = {
-        node_id: node
-        for node_id, node in facts.nodes.items()
-        if node.liveness is Liveness.ALIVE and not node.draining and node_id not in facts.leaving
-    }
-    free = {
-        node_id: node.pool_free_bytes - int(rules.kept_free_share * node.pool_bytes)
-        for node_id, node in staying.items()
-    }
-    fetched = {one.digest for node in staying.values() for one in node.transfers}
-    lacking: dict[Digest, Model] = {}
-    prefetches: list[Prefetch] = []
-    at_node: dict[NodeId, int] = {}
-    seen: set[Digest] = set()
-    for model in facts.models:
-        digest, where = model.digest, facts.going.get(model.digest)
-        if digest in seen:
-            continue
-        seen.add(digest)
-        if pool.whole_on(digest, model.spec) & staying.keys():  # 1
-            continue
-        if where is not None and where in staying and (where, digest) not in facts.refused:  # 3
-            at_node[where] = at_node.get(where, 0) + 1
-            prefetches.append(_prefetch(model, where, pool, facts))
-        elif digest not in fetched:  # 2
-            lacking[digest] = model
-    asked = _asked_per_s(facts, staying.values())
+    draft = _Draft(facts, pool, rules)
+    lacking: list[Model] = []
+    forecast: list[Model] = []
+    for model in _one_of_each(facts.models):
+        if not pool.whole_on(model.digest, model.spec) & draft.staying.keys():  # 1
+            if not draft.goes_on(model, draft.staying) and not draft.is_fetched(model):  # 2
+                lacking.append(model)
+        elif (nodes := draft.next_on(model)) and not draft.goes_on(model, nodes):  # 7
+            forecast.append(model)
     left: list[Digest] = []
     waiting: list[Digest] = []
-    for model in sorted(lacking.values(), key=lambda one: _importance(one, facts)):  # 4
-        fitting = [
-            node_id
-            for node_id, node in staying.items()
-            if _room_bytes(model, node, pool) <= free[node_id]
-            and (node_id, model.digest) not in facts.refused
-        ]
+    for model in sorted(lacking, key=lambda one: _importance(one, facts)):  # 4
+        fitting = draft.fitting(model, draft.staying)
         if not fitting:
             left.append(model.digest)
-            continue
-        idle = [one for one in fitting if at_node.get(one, 0) < rules.per_node]  # 6
-        if not idle:
+        elif not draft.place(model, fitting):
             waiting.append(model.digest)
-            continue
-        chosen = min(idle, key=lambda one: (-free[one], asked[one], one))  # 5
-        free[chosen] -= _room_bytes(model, staying[chosen], pool)
-        at_node[chosen] = at_node.get(chosen, 0) + 1
-        prefetches.append(_prefetch(model, chosen, pool, facts))
-    return HostCopyPlan(prefetches=tuple(prefetches), left=tuple(left), waiting=tuple(waiting))
+    for model in sorted(forecast, key=lambda one: _importance(one, facts)):  # 7
+        draft.place(model, draft.fitting(model, draft.next_on(model)))
+    return HostCopyPlan(
+        prefetches=tuple(draft.prefetches), left=tuple(left), waiting=tuple(waiting)
+    )
+
+
+class _Draft:
+    """What is fetched ahead so far, and what that leaves free."""
+
+    def __init__(self, facts: HostCopyFacts, pool: ParameterPool, rules: HostCopyRules) -> None:
+        self._facts, self._pool, self._rules = facts, pool, rules
+        self.staying = {
+            node_id: node
+            for node_id, node in facts.nodes.items()
+            if node.liveness is Liveness.ALIVE
+            and not node.draining
+            and node_id not in facts.leaving
+        }
+        self.prefetches: list[Prefetch] = []
+        self._free = {
+            node_id: node.pool_free_bytes - int(rules.kept_free_share * node.pool_bytes)
+            for node_id, node in self.staying.items()
+        }
+        self._fetched: dict[Digest, set[NodeId]] = {}
+        for node_id, node in self.staying.items():
+            for one in node.transfers:
+                self._fetched.setdefault(one.digest, set()).add(node_id)
+        self._at_node: dict[NodeId, int] = {}
+        self._asked = _asked_per_s(facts, self.staying.values())
+
+    def is_fetched(self, model: Model) -> bool:
+        """Rule 2."""
+        return model.digest in self._fetched
+
+    def next_on(self, model: Model) -> frozenset[NodeId]:
+        """Rule 7: the nodes of which one is to have the next copy, if one is to."""
+        nodes = self._facts.next_on.get(model.digest, frozenset()) & self.staying.keys()
+        there = self._pool.whole_on(model.digest, model.spec, (Tier.HOST,))
+        coming = self._fetched.get(model.digest, set()) - {self._facts.going.get(model.digest)}
+        return frozenset() if nodes & (there | coming) else nodes
+
+    def goes_on(self, model: Model, nodes: Collection[NodeId]) -> bool:
+        """Rule 3, where it is one of some nodes."""
+        where = self._facts.going.get(model.digest)
+        if where is None or where not in nodes or (where, model.digest) in self._facts.refused:
+            return False
+        self._take(model, where)
+        return True
+
+    def fitting(self, model: Model, nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
+        """Of some nodes, those that have room, and where nothing came to nothing lately."""
+        return tuple(
+            node_id
+            for node_id in nodes
+            if _room_bytes(model, self.staying[node_id], self._pool) <= self._free[node_id]
+            and (node_id, model.digest) not in self._facts.refused
+        )
+
+    def place(self, model: Model, fitting: Iterable[NodeId]) -> bool:
+        """Rules 5 and 6; whether one of the nodes may fetch it now."""
+        per_node = self._rules.per_node
+        idle = [one for one in fitting if self._at_node.get(one, 0) < per_node]  # 6
+        if not idle:
+            return False
+        chosen = min(idle, key=lambda one: (-self._free[one], self._asked[one], one))  # 5
+        self._free[chosen] -= _room_bytes(model, self.staying[chosen], self._pool)
+        self._take(model, chosen)
+        return True
+
+    def _take(self, model: Model, node_id: NodeId) -> None:
+        self._at_node[node_id] = self._at_node.get(node_id, 0) + 1
+        self.prefetches.append(_prefetch(model, node_id, self._pool, self._facts))
+
+
+def _one_of_each(models: Iterable[Model]) -> Iterable[Model]:
+    """The first model of each checkpoint."""
+    found: dict[Digest, Model] = {}
+    for model in models:
+        found.setdefault(model.digest, model)
+    return found.values()
 
 
 def _prefetch(model: Model, node_id: NodeId, pool: ParameterPool, facts: HostCopyFacts) -> Prefetch:

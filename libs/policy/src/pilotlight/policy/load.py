@@ -56,3 +56,24 @@ def further_requests(model: Model, snapshot: Snapshot) -> float:
     arrivals, now_s = snapshot.arrivals, snapshot.now_s
     more_per_s = arrivals.burst_per_s(model.name, now_s) - arrivals.rate_per_s(model.name, now_s)
     return start_s(model, snapshot) * max(0.0, more_per_s)
+
+
+def may_need_another(
+    model: Model, instances: int, requests: int, low_requests: float, snapshot: Snapshot
+) -> bool:
+    """Whether the next instance of a model may soon be asked for: those that there are have more
+    than the low load, or will have while a start is under way.
+
+    What costs no device time, such as a copy in a host pool, is begun by this; a start ahead needs
+    more.
+
+    Args:
+        model: Which.
+        instances: That serve or start.
+        requests: That run on them.
+        low_requests: What one of them has at low load.
+        snapshot: Arrivals, and how long its cold starts took.
+    """
+    if not 0 < instances < model.scaling.max_instances:
+        return False
+    return requests + further_requests(model, snapshot) > low_requests * instances

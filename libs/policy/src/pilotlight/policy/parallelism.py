@@ -75,6 +75,9 @@ class SchemeChoice:
     no_worker_ever: bool = False
     """No worker that serves could hold the model even if it were empty: waiting for room does not
     help."""
+    never_fits: bool = False
+    """Every worker is known to be too small for it, in whatever state it is: what waits for the
+    model can be told at once."""
     considered: tuple[Scheme, ...] = ()
     """The best ones, the chosen one first."""
     rejected: tuple[Rejection, ...] = ()
@@ -117,7 +120,7 @@ def choose_scheme(
         )
     found = _candidates(model, whole, snapshot, rules, excluding)
     if not found.fitting and not found.makeable:  # 1
-        return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected)
+        return _none(model, fleet or Fleet.of(snapshot.workers), found.rejected, model.spec.whole)
     ranked: list[tuple[tuple[bool, bool, bool, bool, float, str], Scheme, Candidate]] = []
     for candidate in (*found.fitting, *found.makeable):
         scheme = _whole_on(model, candidate, snapshot)  # 2
@@ -208,10 +211,10 @@ def _by_policy(
     found = _candidates(model, least, snapshot, rules, excluding)
     fleet = fleet or Fleet.of(snapshot.workers)
     if not found.fitting and not found.makeable:
-        return _none(model, fleet, found.rejected)
+        return _none(model, fleet, found.rejected, least)
     chosen = choose_with(model, (*found.fitting, *found.makeable), snapshot, choice, known)
     if chosen is None:
-        none = _none(model, fleet, found.rejected)
+        none = _none(model, fleet, found.rejected, least)
         return replace(none, reason=f"{none.reason}, or what runs there would be late")
     scheme, eviction = chosen.scheme, None
     if chosen.evicts and scheme.pipeline_size == 1:
@@ -259,7 +262,17 @@ def _meets_slo(model: Model, scheme: Scheme) -> bool:
     )
 
 
-def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> SchemeChoice:
+def _none(
+    model: Model, fleet: Fleet, rejected: tuple[Rejection, ...], smallest: Stage
+) -> SchemeChoice:
+    """Why there is no scheme.
+
+    Args:
+        model: To be started.
+        fleet: All workers, in numbers.
+        rejected: Some of them, and why.
+        smallest: Of the stages that a worker may be asked to hold.
+    """
     least = {size: stage_room(model, model.spec.whole, size[0]).least_bytes for size in fleet.sizes}
     hopeless = all(
         memory_bytes < least[granule_bytes, memory_bytes]
@@ -275,7 +288,17 @@ def _none(model: Model, fleet: Fleet, rejected: tuple[Rejection, ...]) -> Scheme
         reason = f"the model needs {min(least.values())} bytes of device memory, more than any worker has{others}"
     else:
         reason = f"none of {fleet.workers} workers has room or can make it"
-    return SchemeChoice(scheme=None, no_worker_ever=hopeless, rejected=rejected, reason=reason)
+    never_fits = 0 < serving == fleet.workers and all(
+        memory_bytes < stage_room(model, smallest, granule_bytes).least_bytes
+        for granule_bytes, memory_bytes in fleet.sizes
+    )
+    return SchemeChoice(
+        scheme=None,
+        no_worker_ever=hopeless,
+        never_fits=never_fits,
+        rejected=rejected,
+        reason=reason,
+    )
 
 
 def has_known_room(worker: WorkerFacts) -> bool:

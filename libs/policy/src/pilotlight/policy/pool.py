@@ -5,7 +5,7 @@ every node and worker.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from pilotlight.policy.cluster import (
@@ -169,6 +169,32 @@ class ParameterPool:
                 found, key=lambda one: (-one.bytes_per_s, one.tier is not Tier.HOST, one.node_id)
             )
         )
+
+    def again_bytes_per_s(
+        self,
+        digest: Digest,
+        spec: ModelSpec,
+        node: NodeFacts,
+        nodes: Mapping[NodeId, NodeFacts],
+        gone: Container[tuple[NodeId, Digest]] = (),
+    ) -> float:
+        """What a node would get of a model without the copy in its own host pool, from the fastest
+        other whole copy; 0 without one that has been measured or can be estimated.
+
+        Args:
+            digest: The model.
+            spec: Its own.
+            node: Whose host pool it is.
+            nodes: By name, as they report.
+            gone: Copies in host pools that are there no more, though reports still show them.
+        """
+        rates = [0.0]
+        for source in self.nearest(digest, range(len(spec.part_bytes)), spec, node.node_id, nodes):
+            if source.tier is Tier.DISK:
+                rates += [one.bytes_per_s for one in node.links if one.kind is OriginKind.DISK]
+            elif source.node_id != node.node_id and (source.node_id, digest) not in gone:
+                rates.append(source.bytes_per_s)
+        return max(rates)
 
     def _replace(self, holder: str, copies: Iterable[PooledCopy]) -> None:
         now = tuple(copies)

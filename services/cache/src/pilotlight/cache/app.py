@@ -2,6 +2,7 @@
 
 from pilotlight.cache.books import Books
 from pilotlight.cache.disks import DiskOrders
+from pilotlight.cache.forecasts import Forecasts
 from pilotlight.cache.handlers import Handlers
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
@@ -21,6 +22,7 @@ from pilotlight.common.service import Application, Context
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.lending import LendingRules
+from pilotlight.policy.scaling import ScalingRules
 
 
 async def build(context: Context[CacheSettings]) -> Application:
@@ -36,7 +38,12 @@ async def build(context: Context[CacheSettings]) -> Application:
     lender = Lender(books, context.bus, context.clock, lending)
     measures = CacheMeasures(books, context.metrics)
     keeper = Keeper(
-        books, context.bus, context.clock, context.incarnation, context.settings.host_copies
+        books,
+        context.bus,
+        context.clock,
+        context.incarnation,
+        context.settings.host_copies,
+        Forecasts(books, ScalingRules(instance_requests=context.settings.instance_requests)),
     )
     room = RoomMaker(
         books,

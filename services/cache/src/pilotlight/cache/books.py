@@ -7,7 +7,7 @@ has just given up is left out at once, before its next report says so, and so is
 its scheduler releases later.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pilotlight.common.roster import News, Roster
@@ -297,7 +297,8 @@ class Books:
         view = self.roster.worker(worker.worker_id)
         # Ages in what is reported are of the time at which it was first said.
         aged_s = max(0.0, now_s - view.facts_s) if view is not None else 0.0
-        facts = self._facts(worker.worker_id, given_up, now_s, aged_s)
+        misses = MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent())
+        facts = self._facts(worker.worker_id, given_up, now_s, aged_s, misses)
         return on_device(worker, self.node(worker.node_id), facts)
 
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
@@ -305,10 +306,33 @@ class Books:
         dropped = [digest for owner, digest in self._dropped if owner == node.node_id]
         facts_s = self.roster.node_facts_s(node.node_id)
         aged_s = max(0.0, now_s - facts_s) if facts_s is not None else 0.0
-        return in_pool(node, self._facts(node.node_id, dropped, now_s, aged_s))
+        misses = MissFacts(
+            estimates=self.estimates,
+            arrivals=self.arrivals.recent(),
+            again_bytes_per_s=self._again_bytes_per_s(node),
+        )
+        return in_pool(node, self._facts(node.node_id, dropped, now_s, aged_s, misses))
+
+    def _again_bytes_per_s(self, node: NodeFacts) -> Mapping[Digest, float]:
+        """By model that is in a node's host pool. What was dropped elsewhere a moment ago is no
+        source any more: copies of one model are decided on one after the other.
+        """
+        found: dict[Digest, float] = {}
+        for copy in self.copies(node):
+            models = self.models.by_digest.get(copy.digest, ())
+            for model in models[:1]:
+                found[copy.digest] = self.pool.again_bytes_per_s(
+                    copy.digest, model.spec, node, self.roster.nodes, self._dropped
+                )
+        return found
 
     def _facts(
-        self, owner: str, given_up: Collection[str], now_s: float, aged_s: float
+        self,
+        owner: str,
+        given_up: Collection[str],
+        now_s: float,
+        aged_s: float,
+        misses: MissFacts,
     ) -> CandidateFacts:
         return CandidateFacts(
             now_s=now_s,
@@ -316,7 +340,7 @@ class Books:
             models=self.models,
             since_s=self._first_seen_s.get(owner, {}),
             given_up=given_up,
-            misses=MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent()),
+            misses=misses,
         )
 
     def strikable(self, node_id: NodeId, kept: Collection[Digest] = ()) -> tuple[Digest, ...]:

@@ -160,7 +160,7 @@ class Holders:
         return plan_eviction(
             self._books.policies.of(Tier.DEVICE),
             wanted,
-            self._books.on_device(worker, now_s),
+            () if request.free_room else self._books.on_device(worker, now_s),
             self._rules,
         )
 
@@ -177,8 +177,9 @@ class Holders:
             plan = await self._with_pins(partial(self._in_pool, request, apart_bytes))
             room = self._host_room(request)
             if not plan.enough:
-                with suppress(BusUnavailable):
-                    await self._keeper.yield_room(request.node_id)
+                if not request.free_room:
+                    with suppress(BusUnavailable):
+                        await self._keeper.yield_room(request.node_id)
                 where = "in the host pool, in a row" if apart_bytes else "in the host pool"
                 raise HostPoolFull(
                     f"no room for {request.model} {where}: {plan.reason}", retry_after_s=1.0
@@ -230,7 +231,7 @@ class Holders:
         return plan_eviction(
             self._books.policies.of(Tier.HOST),
             wanted,
-            self._books.in_pool(room.node, now_s),
+            () if request.free_room else self._books.in_pool(room.node, now_s),
             self._rules,
         )
 

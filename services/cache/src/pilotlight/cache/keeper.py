@@ -1,4 +1,5 @@
-"""Keeps a copy of every model in some memory: tells loaders what to fetch ahead.
+"""Keeps a copy of every model in some memory, and one where a model may soon start once more: tells
+loaders what to fetch ahead.
 
 Level-triggered: a loader is told all that it is to fetch ahead, again until reports show it. What a
 cache before this one told goes on until then; a copy that was lost while no cache listened is known
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.forecasts import Forecasts
 from pilotlight.cache.settings import HostCopies
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
@@ -58,7 +60,13 @@ class Keeper:
     """Owns what is fetched ahead; ``Books`` has all that follows from."""
 
     def __init__(
-        self, books: Books, bus: Bus, clock: Clock, incarnation: str, mode: HostCopies
+        self,
+        books: Books,
+        bus: Bus,
+        clock: Clock,
+        incarnation: str,
+        mode: HostCopies,
+        forecasts: Forecasts,
     ) -> None:
         """Has told no loader anything.
 
@@ -68,12 +76,14 @@ class Keeper:
             clock: for repetitions.
             incarnation: of this process.
             mode: of which models a copy is kept.
+            forecasts: which of them may soon need another.
         """
         self._books = books
         self._bus = bus
         self._clock = clock
         self._incarnation = incarnation
         self._mode = mode
+        self._forecasts = forecasts
         self._rules = HostCopyRules()
         self._had: set[Digest] = set()
         """Checkpoints of which there was a copy in memory."""
@@ -187,6 +197,7 @@ class Keeper:
             going={digest: order.prefetch.node_id for digest, order in self._orders.items()},
             refused=frozenset(self._refused_s),
             arrivals=self._books.arrivals.recent(),
+            next_on=self._forecasts.next_on(now_s),
         )
 
     def _nodes(self) -> dict[NodeId, NodeFacts]:

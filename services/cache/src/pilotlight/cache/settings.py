@@ -5,7 +5,12 @@ from enum import StrEnum
 from pydantic import Field
 
 from pilotlight.common.db.retention import PruneSettings
-from pilotlight.common.settings import DatabaseSettings, EvictionSettings, ServiceSettings
+from pilotlight.common.settings import (
+    DatabaseSettings,
+    EvictionSettings,
+    LoadSettings,
+    ServiceSettings,
+)
 
 
 class HostCopies(StrEnum):
@@ -18,13 +23,16 @@ class HostCopies(StrEnum):
     """Every model that is registered."""
 
 
-class CacheSettings(ServiceSettings, DatabaseSettings, EvictionSettings, PruneSettings):
+class CacheSettings(
+    ServiceSettings, DatabaseSettings, EvictionSettings, LoadSettings, PruneSettings
+):
     """What the cache needs."""
 
     host_copies: HostCopies = Field(
         HostCopies.KEPT,
         description="Of which models a copy stays in the memory of some node while there is free room, fetched ahead where it is "
-        "missing: `kept` (those that had one), `all` (every registered model) or `off`.",
+        "missing: `kept` (those that had one), `all` (every registered model) or `off`. "
+        "Models whose instances are half full have one more, where their next instance has room on a device.",
     )
     kv_kept_back_share: float = Field(
         0.03,

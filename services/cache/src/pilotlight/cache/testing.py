@@ -2,14 +2,21 @@
 that asks.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import URL, Executable, create_engine
 from sqlalchemy.pool import NullPool
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.forecasts import Forecasts
+from pilotlight.cache.keeper import INTERVAL_S, Keeper
+from pilotlight.cache.settings import HostCopies
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import BusUnavailable, NoWorker
+from pilotlight.common.messages.hold import NodePrefetch
 from pilotlight.common.messages.reports import (
     LoaderReport,
     WorkerReport,
@@ -33,7 +40,8 @@ from pilotlight.common.messages.room import (
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.dataplane.extents import Extent, Extents
-from pilotlight.policy.cluster import HeldStage, NodeFacts, WorkerFacts
+from pilotlight.policy.cluster import Copy, HeldStage, NodeFacts, WorkerFacts
+from pilotlight.policy.eviction.candidates import registered
 from pilotlight.policy.ids import (
     Digest,
     Epoch,
@@ -44,6 +52,9 @@ from pilotlight.policy.ids import (
     NodeId,
     WorkerId,
 )
+from pilotlight.policy.liveness import DEAD_AFTER_S
+from pilotlight.policy.model import Model
+from pilotlight.policy.scaling import ScalingRules
 from pilotlight.policy.testing import copy, held, node, worker
 
 WORKER, NODE = WorkerId("w0"), NodeId("n0")
@@ -171,6 +182,8 @@ async def reserve(
     parts: tuple[int, ...] | None = None,
     generation: int = 1,
     protected: tuple[str, ...] = (),
+    *,
+    free_room: bool = False,
 ) -> Reserved:
     """Ask for room as the scheduler does.
 
@@ -183,6 +196,7 @@ async def reserve(
         parts: bytes of each part, in place of ``host``.
         generation: the instance's.
         protected: instances that are owed service.
+        free_room: nothing is to go for it.
     """
     message = Reserve(
         instance_id=InstanceId(instance),
@@ -197,6 +211,7 @@ async def reserve(
         epoch=Epoch(epoch),
         generation=Generation(generation),
         protected=tuple(InstanceId(one) for one in protected),
+        free_room=free_room,
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=DEADLINE_S)
 
@@ -241,3 +256,56 @@ def hear(books: Books, facts: WorkerFacts | NodeFacts, now_s: float) -> None:
             LoaderReport(facts=facts, incarnation="a", epoch_seen=Epoch(0)), now_s
         )
     books.follow(news, now_s)
+
+
+def whole(of: Model) -> Copy:
+    """All of a model in a host pool."""
+    parts = tuple(range(len(of.spec.part_bytes)))
+    return replace(copy(of.name, size_bytes=of.spec.total_bytes), parts=parts)
+
+
+def on(node_id: NodeId, *copies: Copy, pool_bytes: int = 1000) -> NodeFacts:
+    """A node that gives chunks to others, with some copies in its pool."""
+    there = tuple(replace(one, node_id=node_id) for one in copies)
+    named = replace(node(copies=there, pool_bytes=pool_bytes), node_id=node_id)
+    return replace(named, dataplane_host="h", dataplane_port=7)
+
+
+class KeeperRig:
+    """A keeper, and loaders that hear what they are told."""
+
+    def __init__(self, models: Iterable[Model], mode: HostCopies = HostCopies.KEPT) -> None:
+        """``models``: that are registered; ``mode``: of which of them a copy is kept."""
+        self.clock = ManualClock()
+        self.books = Books(models=registered(models))
+        self.books.listen(self.clock.monotonic_s())
+        self.told: list[tuple[str, NodePrefetch]] = []
+        forecasts = Forecasts(self.books, ScalingRules(instance_requests=4))
+        self.keeper = Keeper(self.books, self, self.clock, "c1", mode, forecasts)  # type: ignore[arg-type]
+
+    async def publish(self, subject: str, message: Any, **_: Any) -> None:
+        """As the bus."""
+        self.told.append((subject, message))
+
+    def report(self, *nodes: NodeFacts) -> None:
+        """Loaders report."""
+        for one in nodes:
+            hear(self.books, one, self.clock.monotonic_s())
+
+    def lose(self, *alive: NodeFacts) -> None:
+        """Nodes that do not report any more are dead."""
+        for _ in range(8):
+            self.clock.advance(DEAD_AFTER_S / 4)
+            self.report(*alive)
+            now_s = self.clock.monotonic_s()
+            self.books.follow(self.books.roster.check(now_s), now_s)
+
+    async def follow(self, seconds: float = INTERVAL_S) -> list[tuple[str, list[str]]]:
+        """What is told after some time: to whom, and models."""
+        self.clock.advance(seconds)
+        before = len(self.told)
+        await self.keeper.follow()
+        return [
+            (subject, [one.model.name for one in message.fetches])
+            for subject, message in self.told[before:]
+        ]

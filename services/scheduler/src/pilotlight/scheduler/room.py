@@ -62,6 +62,8 @@ class RoomClient:
         model: Model,
         placement: Placement,
         protected: tuple[InstanceId, ...] = (),
+        *,
+        free_room: bool = False,
     ) -> Reserved:
         """Ask for room for one stage.
 
@@ -71,6 +73,7 @@ class RoomClient:
             placement: Where.
             protected: Instances on the worker's device that stay, beside those that are owed
                 service.
+            free_room: Nothing goes for it, on the device or in the host pool.
 
         Raises:
             NoRoom: the cache can free none, on the device or in the host pool.
@@ -94,6 +97,7 @@ class RoomClient:
             epoch=self._epoch,
             generation=instance.generation,
             protected=tuple(dict.fromkeys((*self._owed(placement.worker_id), *protected))),
+            free_room=free_room,
         )
         for attempt in range(1, RESERVE_TRIES + 1):
             try:

@@ -5,18 +5,20 @@ from pathlib import Path
 from pydantic import Field
 
 from pilotlight.common.db.retention import PruneSettings
-from pilotlight.common.settings import DatabaseSettings, EvictionSettings, ServiceSettings
+from pilotlight.common.settings import (
+    DatabaseSettings,
+    EvictionSettings,
+    LoadSettings,
+    ServiceSettings,
+)
 from pilotlight.policy.coldstart.policies import StartPolicy
 
 
-class SchedulerSettings(ServiceSettings, DatabaseSettings, EvictionSettings, PruneSettings):
+class SchedulerSettings(
+    ServiceSettings, DatabaseSettings, EvictionSettings, LoadSettings, PruneSettings
+):
     """What the scheduler needs."""
 
-    instance_requests: int = Field(
-        16,
-        ge=1,
-        description="Waiting requests that one instance is expected to carry; more start another, up to `max_instances`.",
-    )
     patience_slo_factor: float = Field(
         2.0,
         gt=0,

@@ -110,7 +110,8 @@ class Starter:
             return refusal or record.instance.instance_id
 
     async def refuse(self, refused: RefusedStart, model: Model | None, place: str) -> None:
-        """Write down why nothing was started, when that is new.
+        """Write down why nothing was started, when that is new; tell gateways of a model that no
+        worker can ever hold.
 
         Args:
             refused: What was decided.
@@ -120,6 +121,8 @@ class Starter:
         Raises:
             NotLeader, DatabaseUnavailable: as for ``start``.
         """
+        if refused.never_fits and model is not None:
+            await self.teller.tell_never_fits(model, refused.message)
         if not refused.record:
             return
         decision = Decision(
@@ -206,7 +209,13 @@ class Starter:
         stays = _on_devices(order) if order.ahead else {}
         answers = await asyncio.gather(
             *(
-                self.room.reserve(instance, order.model, one, stays.get(one.worker_id, ()))
+                self.room.reserve(
+                    instance,
+                    order.model,
+                    one,
+                    stays.get(one.worker_id, ()),
+                    free_room=order.ahead,
+                )
                 for one in placements
             ),
             return_exceptions=True,

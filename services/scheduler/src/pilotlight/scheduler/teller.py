@@ -1,10 +1,11 @@
 """Tells workers and nodes what to hold."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
+from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT, NeverFits
 from pilotlight.common.messages.hold import (
     Fetch,
     Hold,
@@ -26,6 +27,8 @@ from pilotlight.policy.control.holds import (
 )
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
+from pilotlight.policy.liveness import DEAD_AFTER_S
+from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.effects import Effects
@@ -40,6 +43,10 @@ class Teller:
     effects: Effects
     clock: Clock
     _seq: int = 0
+    _began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock.monotonic_s()
 
     async def dispatch(
         self, instance: Instance, book: Book, nodes: Mapping[NodeId, NodeFacts]
@@ -103,6 +110,19 @@ class Teller:
             await self.bus.publish(
                 node_hold_subject(told.node_id), command, sent=moment_of(self.clock)
             )
+
+    async def tell_never_fits(self, model: Model, message: str) -> None:
+        """Tell gateways that no worker there is can hold a model. A leader that has just begun may
+        not have heard of every worker.
+
+        Raises:
+            NotLeader: the lease has run out.
+        """
+        self.effects.check()
+        if self.clock.monotonic_s() - self._began_s < DEAD_AFTER_S:
+            return
+        told = NeverFits(model=model.name, digest=model.digest, message=message)
+        await self.bus.publish(NEVER_FITS_SUBJECT, told)
 
 
 def _hold_of(

@@ -69,6 +69,8 @@ class Rig:
     incarnation: str = "a"
     epoch: Epoch = field(default=Epoch(0))
     held: dict[InstanceId, HeldStage] = field(default_factory=dict[InstanceId, HeldStage])
+    memory_bytes: int = 1000
+    """Of the worker's device."""
     others: tuple[NodeFacts, ...] = ()
     """Nodes beside the worker's own."""
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -129,7 +131,7 @@ class Rig:
     async def report(self) -> None:
         """Every report is a moment later than what went before."""
         self.clock.advance(0.01)
-        facts = worker(0, memory_bytes=1000, held_stages=tuple(self.held.values()))
+        facts = worker(0, memory_bytes=self.memory_bytes, held_stages=tuple(self.held.values()))
         message = WorkerReport(facts=facts, incarnation=self.incarnation, epoch_seen=self.epoch)
         await self.bus.publish(worker_report_subject(facts.worker_id), message)
         for facts in (

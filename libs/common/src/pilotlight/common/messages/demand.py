@@ -1,7 +1,7 @@
-"""Gateway to scheduler: what is held, and what an operator asks for."""
+"""Between gateway and scheduler: what is held, what an operator wants, what can never start."""
 
 from pilotlight.common.messages.codec import Message
-from pilotlight.policy.ids import GatewayId, InstanceId, ModelName
+from pilotlight.policy.ids import Digest, GatewayId, InstanceId, ModelName
 from pilotlight.policy.request import Demand
 
 DEMAND_SUBJECTS = "v1.demand.*"
@@ -9,6 +9,9 @@ WARM_SUBJECT = "v1.scheduler.warm"
 """Request/reply to the leader: ``Warm`` → ``Warming``."""
 EVICT_SUBJECT = "v1.scheduler.evict"
 """Request/reply to the leader: ``Evict`` → ``Evicting``."""
+
+NEVER_FITS_SUBJECT = "v1.scheduler.never-fits"
+"""``NeverFits``, to all gateways, with each attempt to start such a model."""
 
 
 def demand_subject(gateway_id: GatewayId) -> str:
@@ -49,3 +52,12 @@ class Evicting(Message, frozen=True, kw_only=True):
     """The instances that are being released."""
 
     instance_ids: tuple[InstanceId, ...]
+
+
+class NeverFits(Message, frozen=True, kw_only=True):
+    """Every worker there is has too little memory for a model: its requests need not wait."""
+
+    model: ModelName
+    digest: Digest
+    message: str
+    """In a sentence: what it needs."""

@@ -64,6 +64,10 @@ class Reserve(Message, frozen=True, kw_only=True):
     protected: tuple[InstanceId, ...] = ()
     """Instances on the device that are owed service for their load: they stay. Of them the
     scheduler alone knows."""
+    free_room: bool = False
+    """No request waits for it: it takes what is free, on the device and in the host pool, and
+    nothing goes for it. A release that does not know this has the device's instances in
+    ``protected``."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):

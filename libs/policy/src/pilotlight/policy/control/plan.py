@@ -199,6 +199,8 @@ class RefusedStart:
     """With the workers that explain it, if it is to be recorded."""
     record: bool
     """It says something that was not written down yet."""
+    never_fits: bool = False
+    """No worker that there is can hold the model: its requests are told at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,6 +285,7 @@ class Tries:
                 reasons=tuple(reasons),
                 seen=seen,
                 record=record,
+                never_fits=not tried and choice.never_fits,
             )
         )
 

@@ -66,6 +66,9 @@ class MissFacts:
 
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
     arrivals: RecentArrivals = NO_ARRIVALS
+    again_bytes_per_s: Mapping[Digest, float] = field(default_factory=dict[Digest, float])
+    """What other copies give the host pool's node of a model (``ParameterPool.again_bytes_per_s``):
+    penalties of one model's copies are coupled, and the last copy is worth more than one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ def _of_copy(copy: Copy, node: NodeFacts, facts: CandidateFacts) -> EvictionCand
         rate = min(
             fetch_bytes_per_s(node, estimate_for(one, None, misses.estimates)) for one in models
         )
+        rate = max(rate, misses.again_bytes_per_s.get(copy.digest, 0.0))
         penalty_s = transfer_s(copy.size_bytes, rate)
     return EvictionCandidate(
         subject=copy.digest,

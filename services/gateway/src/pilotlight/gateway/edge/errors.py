@@ -8,7 +8,7 @@ import re
 import msgspec
 from starlette.responses import Response
 
-from pilotlight.common.errors import DeadlineExceeded, PilotlightError
+from pilotlight.common.errors import DeadlineExceeded, NoWorker, PilotlightError
 
 _encoder = msgspec.json.Encoder()
 
@@ -66,9 +66,10 @@ def _retried(error: PilotlightError) -> bool:
 
     Official clients do so on 408, 409, 429 and everything from 500, unless this header says
     otherwise. What the error says of a retry holds, but for a deadline: a second try works, is
-    billed and most likely ends as the first did.
+    billed and most likely ends as the first did. And until there are other workers, a model that
+    none can hold stays so.
     """
-    return error.retryable and not isinstance(error, DeadlineExceeded)
+    return error.retryable and not isinstance(error, DeadlineExceeded | NoWorker)
 
 
 def error_response(error: PilotlightError) -> Response:

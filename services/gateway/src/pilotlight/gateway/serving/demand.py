@@ -1,11 +1,18 @@
 """Tells the scheduler what this gateway holds: on change, every 250 ms while there is something,
-and once when it is over.
+and once when it is over. The scheduler's word that a model fits on no worker ends what waits for
+it.
 """
 
 import asyncio
 
-from pilotlight.common.bus import Bus
-from pilotlight.common.messages.demand import DemandVector, demand_subject
+from pilotlight.common.bus import Bus, Subscription
+from pilotlight.common.errors import NoWorker
+from pilotlight.common.messages.demand import (
+    NEVER_FITS_SUBJECT,
+    DemandVector,
+    NeverFits,
+    demand_subject,
+)
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause, woken
 from pilotlight.gateway.serving.queue import PendingQueue
@@ -13,6 +20,8 @@ from pilotlight.policy.ids import GatewayId
 
 REPEAT_S = 0.25
 IDLE_S = 30.0
+NEVER_FITS_AGAIN_S = 60.0
+"""Until another worker may be there."""
 GATHER_S = 0.005
 """Changes that follow one another closely travel together; the first goes at once."""
 
@@ -31,6 +40,7 @@ class DemandPublisher:
         self._gateway_id = gateway_id
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._never_fits: Subscription | None = None
         self._seq = 0
 
     async def start(self) -> None:
@@ -38,6 +48,9 @@ class DemandPublisher:
         if self._task is None:
             self._queue.on_change = self._changed.set
             self._bus.on_reconnect(self._again)
+            self._never_fits = await self._bus.subscribe(
+                NEVER_FITS_SUBJECT, NeverFits, self._on_never_fits
+            )
             self._task = self._background.spawn("publish demand", self._publish_for_ever())
 
     async def stop(self) -> None:
@@ -46,6 +59,9 @@ class DemandPublisher:
             return
         await cancel_all((self._task,))
         self._task = None
+        if self._never_fits is not None:
+            await self._never_fits.end()
+            self._never_fits = None
         await self._publish()
 
     async def _publish_for_ever(self) -> None:
@@ -62,6 +78,12 @@ class DemandPublisher:
         vector = DemandVector(gateway_id=self._gateway_id, demands=demands, seq=self._seq)
         await self._bus.publish(demand_subject(self._gateway_id), vector)
         return bool(demands)
+
+    async def _on_never_fits(self, told: NeverFits) -> None:
+        error = NoWorker(
+            f"{told.model} cannot be loaded: {told.message}", retry_after_s=NEVER_FITS_AGAIN_S
+        )
+        self._queue.refuse(told.model, told.digest, error)
 
     async def _again(self) -> None:
         self._changed.set()
