@@ -136,8 +136,7 @@ class ChildLoop:
         self._refused: list[Produced] = []
         """Ends of those that the engine did not take; they leave with the next step."""
         self._ended = False
-        self._received = False
-        """Something came when it was last looked."""
+        self._received = False  # Something came when it was last looked.
 
     def run(self, up: EngineUp) -> None:
         """Serve until told to shut down, or until the parent is gone.
