@@ -362,7 +362,7 @@ class LinkSpeed:
 
     kind: OriginKind
     name: str
-    """What shares it: a node (``PEER_LINK``, id), a bucket, the hub, this host's folders, a disk."""
+    """What shares it: a node (``PEER_LINK``, id), a bucket, the hub, the host's folders, a disk."""
     bytes_per_s: float
 
 
