@@ -177,6 +177,12 @@ class KeptClient(Client):
     ) -> bool:
         """Have a message written in the turn after the next; False where it has to go the longer
         way: for that it must wait, or be refused.
+
+        Args:
+            subject: where to.
+            payload: what.
+            reply: the subject of its answer; empty: there is none.
+            headers: beside it.
         """
         connection = self._transport
         if (

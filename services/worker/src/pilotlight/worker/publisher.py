@@ -2,8 +2,9 @@
 
 There is no timer where the system keeps up: tokens leave as soon as they are there, and what
 collects while a message is on its way to the bus leaves with the next one. Steps that take less
-than ``SHORTEST_S`` share messages, too, up to one in which a request ends. The rate grows with workers, not with requests. A message
-may be lost: what it held is in the request table until it is acknowledged.
+than ``SHORTEST_S`` share messages, too, up to one in which a request ends. The rate grows with
+workers, not with requests. A message may be lost: what it held is in the request table until it is
+acknowledged.
 
 Where the bus takes a message at once, no task has a part in it; where it does not, one waits.
 """
