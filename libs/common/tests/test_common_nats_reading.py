@@ -1,4 +1,4 @@
-"""Messages that are taken as their bytes come, beside what nats-py's parser makes of all of them."""
+"""Messages that are taken as their bytes come, beside what nats-py's parser makes of them."""
 
 import asyncio
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ What is short here is done for every request of a client. An answer goes straigh
 that waits for it: nats-py has it pass a queue and a task, and the request wait with a second
 future. So does a request of a served subject go to what answers it, and a message to a listener
 that never waits (``at_once``): in the call that brings its bytes (``nats_reading``). What is
-published in one turn of the loop is written in the next one, together; nats-py has a queue, a
+published in two turns of the loop is written in the third one, together; nats-py has a queue, a
 future and a task for that. Where the server does not keep up, and around a break, everything goes
 its way, which waits.
 """
@@ -124,7 +124,7 @@ class KeptClient(Client):
         self._asked: dict[str, asyncio.Future[Msg]] = {}
         """Requests that wait for an answer, by the last token of its subject."""
         self._writes_soon = False
-        """``_write_pending`` runs in the next turn."""
+        """``_write_pending`` is about to run."""
         self._at_once: dict[int, AtOnce] = {}
         """What takes messages of a subscription, by its number."""
 
@@ -175,8 +175,14 @@ class KeptClient(Client):
         reply: str = "",
         headers: dict[str, Any] | None = None,
     ) -> bool:
-        """Have a message written in the next turn of the loop; False where it has to go the longer
+        """Have a message written in the turn after the next; False where it has to go the longer
         way: for that it must wait, or be refused.
+
+        Args:
+            subject: where to.
+            payload: what.
+            reply: the subject of its answer; empty: there is none.
+            headers: beside it.
         """
         connection = self._transport
         if (
@@ -203,7 +209,9 @@ class KeptClient(Client):
         self._pending_data_size += len(command)
         if not self._writes_soon:
             self._writes_soon = True
-            asyncio.get_running_loop().call_soon(self._write_pending)
+            loop = asyncio.get_running_loop()
+            # A turn later than the next: an answer, and what begins with it, leave together.
+            loop.call_soon(loop.call_soon, self._write_pending)
         return True
 
     def _write_pending(self) -> None:

@@ -114,7 +114,7 @@ class TokenDelivery:
         finally:
             # Also of steps in which something is wrong: what was handed out before it is right.
             metrics.gave(tokens)
-            self._publisher.flush()
+            self._publisher.flush(ended=ended)
         if ended:
             metrics.running.set(table.running)
         return ended

@@ -2,8 +2,9 @@
 
 There is no timer where the system keeps up: tokens leave as soon as they are there, and what
 collects while a message is on its way to the bus leaves with the next one. Steps that take less
-than ``SHORTEST_S`` share messages, too. The rate grows with workers, not with requests. A message
-may be lost: what it held is in the request table until it is acknowledged.
+than ``SHORTEST_S`` share messages, too, up to one in which a request ends. The rate grows with
+workers, not with requests. A message may be lost: what it held is in the request table until it is
+acknowledged.
 
 Where the bus takes a message at once, no task has a part in it; where it does not, one waits.
 """
@@ -62,7 +63,7 @@ class TokenPublisher:
         self._unsent: dict[GatewayId, dict[RequestKey, int]] = {}
         self._sampled: dict[GatewayId, Moment] = {}
         self._wake = asyncio.Event()
-        self._due: asyncio.Handle | None = None
+        self._due: asyncio.TimerHandle | None = None
         """Sends what the bus takes at once."""
         self._last_s = -SHORTEST_S
         self._waits = False
@@ -81,18 +82,18 @@ class TokenPublisher:
         elif key not in waiting:
             waiting[key] = position
 
-    def flush(self) -> None:
-        """A step is over: send what it produced."""
+    def flush(self, *, ended: bool = False) -> None:
+        """Steps are over: send what they produced; at once, if a request has ended."""
         if self._waits:
             self._wake.set()
-        elif self._unsent and self._due is None:
-            early_s = self._last_s + SHORTEST_S - self._clock.monotonic_s()
-            loop = asyncio.get_running_loop()
-            self._due = (
-                loop.call_later(early_s, self._send_soon)
-                if early_s > 0
-                else loop.call_soon(self._send_soon)
-            )
+            return
+        if not self._unsent or (self._due is not None and not ended):
+            return
+        early_s = self._last_s + SHORTEST_S - self._clock.monotonic_s()
+        if early_s <= 0 or ended:
+            self._send_soon()
+        else:
+            self._due = asyncio.get_running_loop().call_later(early_s, self._send_soon)
 
     async def drain(self) -> None:
         """Send everything that waits, now."""
@@ -104,7 +105,9 @@ class TokenPublisher:
 
     def _send_soon(self) -> None:
         """Send what the bus takes at once; the task sends the rest."""
-        self._due = None
+        due, self._due = self._due, None
+        if due is not None:
+            due.cancel()
         self._last_s = self._clock.monotonic_s()
         while self._unsent:
             gateway_id, waiting = self._unsent.popitem()

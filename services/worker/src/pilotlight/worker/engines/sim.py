@@ -178,15 +178,14 @@ class SimEngine:
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
         self._check()
-        stage = self._stages.get(command.instance_id)
-        self._phases.drop(command.instance_id)
+        name = command.instance_id
+        stage = self._stages.get(name)
+        self._phases.drop(name)
         if stage is None or stage.call_off():
-            await self._refuse(command.instance_id, command.code, command.message)
+            await self._refuse(name, command.code, command.message)
             return
-        del self._stages[command.instance_id]
-        await self._say(
-            StageFailed(instance_id=command.instance_id, code=command.code, message=command.message)
-        )
+        del self._stages[name]
+        await self._say(StageFailed(instance_id=name, code=command.code, message=command.message))
 
     async def export_kv(self, command: ExportKv) -> None:
         """There is nothing to copy: tokens follow from those before them."""
@@ -309,6 +308,7 @@ class SimEngine:
         """Until a command comes, or the deadline of a request that waits for parts has passed."""
         due_s = self._requests.due_s
         self._wake.clear()
+        self._steps.rest()
         if due_s == math.inf:
             await self._wake.wait()
         elif not await woken(self._wake, max(0.0, due_s - self._clock.monotonic_s())):
@@ -382,10 +382,8 @@ class SimEngine:
             stage.prefilled = True
             self._phases.record(run.instance_id, PhaseName.PREFILL, start_s)
             *earlier, phase = self._phases.take(run.instance_id).phases
-            name, before = run.instance_id, tuple(earlier)
-            told = Prefilled(
-                instance_id=name, request_id=run.request_id, phase=phase, earlier=before
-            )
+            name, asked, before = run.instance_id, run.request_id, tuple(earlier)
+            told = Prefilled(instance_id=name, request_id=asked, phase=phase, earlier=before)
             await self._say(told)
 
     def _end(

@@ -34,9 +34,13 @@ class SimSteps:
     async def pass_time(self, seconds: float, tokens: int) -> None:
         """Let a step's time pass; others have their turn meanwhile."""
         self._tokens_at_once += tokens
-        if seconds >= NO_TIME_S or self._tokens_at_once >= TOKENS_AT_ONCE:
-            self._tokens_at_once = 0
+        if seconds >= NO_TIME_S or self._tokens_at_once > TOKENS_AT_ONCE:
+            self.rest()
             await pause(seconds if seconds >= NO_TIME_S else 0.0)
+
+    def rest(self) -> None:
+        """Others have their turn."""
+        self._tokens_at_once = 0
 
     def end(self, batch: Batch, prompt_tokens: int, fresh: int, start_s: float) -> StepDone:
         """A token for each request, and what is said of the step.
