@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-bodies test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -44,6 +44,10 @@ test-chaos:  ## kill, stop and cut off everything in every situation; count what
 test-hostile:  ## floods and other attacks on a whole system, with their figures as JSON
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/hostile -m hostile -s
+
+fuzz-bodies:  ## bodies that are almost requests, against a whole system; statuses and memory as JSON: COUNT=, SEED=
+	@tools/bootstrap.sh dev
+	@PILOTLIGHT_FUZZ_BODIES=$(or $(COUNT),100000) PILOTLIGHT_FUZZ_SEED=$(or $(SEED),20) $(PYTEST) tests/hostile/test_hostile_fuzzed_bodies.py -m hostile -s -o faulthandler_timeout=3600
 
 test-compose:  ## build the containers, run the system with docker compose, break it, take it down
 	@tools/bootstrap.sh dev
