@@ -30,7 +30,7 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit and contract tests, then one whole system from its start to its end: ten minutes; TESTS=folders
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser and not clients" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m smoke $(OR_NONE)
 
 test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: ten minutes
@@ -53,9 +53,10 @@ test-compose:  ## build the containers, run the system with docker compose, brea
 	@tools/bootstrap.sh dev
 	@tools/test_compose.sh
 
-test-clients:  ## what clients of OpenAI's, Anthropic's and Ollama's APIs do, with their own libraries where there are such
+test-clients:  ## clients of OpenAI's, Anthropic's and Ollama's APIs: our tests with their libraries, then their own tests, LangChain's, LiteLLM and Node
 	@tools/bootstrap.sh dev
 	@$(PYTEST) services/gateway/tests/test_gateway_openai_*.py services/gateway/tests/test_gateway_surfaces_*.py $(LIMITED)
+	@tools/test_clients.sh
 
 test-streams:  ## 64 streams at a time for a minute, of which half leave: the server counts what its clients do. SECONDS=
 	@tools/bootstrap.sh dev
