@@ -23,6 +23,7 @@ PAGES = {
     "decisions": "/events?kind=decisions",
     "keys": "/keys",
     "usage": "/usage",
+    "simulations": "/simulations",
     "playground": "/playground",
 }
 PICTURES = os.environ.get("PILOTLIGHT_UI_PICTURES")
