@@ -24,7 +24,7 @@ COUNT = int(os.environ.get("PILOTLIGHT_FUZZ_BODIES", "5000"))
 SEED = int(os.environ.get("PILOTLIGHT_FUZZ_SEED", "20"))
 AT_ONCE = 16
 WARMED = 0.2
-"""Share of the bodies after which memory is looked at first: caches and pools are filled by then."""
+"""Share of the bodies after which memory is looked at first: caches are filled by then."""
 GROWTH_BYTES = 24 * 1024 * 1024
 RIGHT = frozenset({200, 400, 404, 413, 429})
 ANSWER_S = 60.0
