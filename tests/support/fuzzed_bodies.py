@@ -80,6 +80,7 @@ def valid_of(model: str) -> dict[str, dict[str, Any]]:
         "/api/embed": {"model": model, "input": ["a"], "truncate": True},
         "/api/embeddings": {"model": model, "prompt": "a"},
         "/api/show": {"model": model},
+        "/api/pull": {"model": model, "stream": True},
         "/v1/batches": {
             "input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h",
         },
