@@ -106,6 +106,7 @@ async def test_fuzzed_bodies(fresh_system: RunningSystem) -> None:
         "rss_after_mib": round(rss[1] / 2**20, 1),
     }
     print(json.dumps(figures))
+    print("\n".join(wrong[:20]))
     for sender in senders:
         sender.end()
     assert wrong == []
