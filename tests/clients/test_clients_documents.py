@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 LIMIT_S = 900
-SEED, EXAMPLES = "20", os.environ.get("PILOTLIGHT_DOCUMENT_EXAMPLES", "20")
+SEED, EXAMPLES = "20", os.environ.get("PILOTLIGHT_DOCUMENT_EXAMPLES", "5")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,8 @@ def test_answers_are_as_documented(
             f"Authorization: Bearer {system.key(key)}",
             "--checks",
             CHECKS,
+            "--phases",
+            "coverage,fuzzing",
             "--max-examples",
             EXAMPLES,
             "--seed",
