@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens
+.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -30,7 +30,7 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 
 test:  ## unit and contract tests, then one whole system from its start to its end: ten minutes; TESTS=folders
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
+	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser and not clients" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(TESTS) -m smoke $(OR_NONE)
 
 test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: ten minutes
@@ -45,13 +45,18 @@ test-hostile:  ## floods and other attacks on a whole system, with their figures
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/hostile -m hostile -s
 
+fuzz-bodies:  ## bodies that are almost requests, against a whole system; statuses and memory as JSON: COUNT=, SEED=
+	@tools/bootstrap.sh dev
+	@PILOTLIGHT_FUZZ_BODIES=$(or $(COUNT),100000) PILOTLIGHT_FUZZ_SEED=$(or $(SEED),20) $(PYTEST) tests/hostile/test_hostile_fuzzed_bodies.py -m hostile -s -o faulthandler_timeout=3600
+
 test-compose:  ## build the containers, run the system with docker compose, break it, take it down
 	@tools/bootstrap.sh dev
 	@tools/test_compose.sh
 
-test-clients:  ## what clients of OpenAI's, Anthropic's and Ollama's APIs do, with their own libraries where there are such
+test-clients:  ## clients of OpenAI's, Anthropic's and Ollama's APIs: our tests with their libraries, then their own tests, LangChain's, LiteLLM and Node
 	@tools/bootstrap.sh dev
 	@$(PYTEST) services/gateway/tests/test_gateway_openai_*.py services/gateway/tests/test_gateway_surfaces_*.py $(LIMITED)
+	@tools/test_clients.sh
 
 test-streams:  ## 64 streams at a time for a minute, of which half leave: the server counts what its clients do. SECONDS=
 	@tools/bootstrap.sh dev

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECIAL = ("compose", "ceph", "gpu", "bundle", "chaos", "hostile", "browser")
+SPECIAL = ("compose", "ceph", "gpu", "bundle", "chaos", "hostile", "browser", "clients")
 """Markers of what needs more than a checkout, or takes hours."""
 
 

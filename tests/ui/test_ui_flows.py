@@ -23,6 +23,7 @@ PAGES = {
     "decisions": "/events?kind=decisions",
     "keys": "/keys",
     "usage": "/usage",
+    "simulations": "/simulations",
     "playground": "/playground",
 }
 PICTURES = os.environ.get("PILOTLIGHT_UI_PICTURES")
@@ -194,6 +195,41 @@ async def test_a_key_is_made_used_billed_and_revoked(system: RunningSystem, open
     await row.get_by_role("button", name="Revoke").click()
     await row.wait_for(state="detached")
     eventually(lambda: httpx2.post(url, json=body, headers=headers).status_code == 401, 10)
+
+
+async def test_a_key_is_limited_and_another_comes_in_its_place(
+    system: RunningSystem, open_tab: Any
+) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    with system.admin() as http:
+        made = http.post("/keys", json={"label": "turning", "routes": ["/v1/models"]}).json()
+    await tab.sign_in(system.key("admin"))
+    await tab.open("/keys")
+    row = page.locator("#keys-part tr", has_text="turning")
+    await row.get_by_role("button", name="Limits").click()
+    assert await page.inner_text("#limits-title") == "Limits of turning"
+    assert await tab.violations() == []
+    await page.fill("#l-requests_per_minute", "2")
+    await page.click("#limits button[type=submit]")
+    await row.get_by_text("requests per minute 2").wait_for()
+    await row.get_by_role("button", name="Limits").click()
+    assert await page.input_value("#l-requests_per_minute") == "2"
+    await page.click("#limits [data-close]")
+    await row.get_by_role("button", name="Rotate").click()
+    await page.fill("#o-overlap", "0")
+    assert await tab.violations() == []
+    await page.click("#rotate button[type=submit]")
+    await page.wait_for_selector("#made[open]")
+    key = await page.input_value("#made-key")
+    url = f"{system.url}/v1/models"
+
+    def status(shown: str) -> int:
+        headers = {"authorization": f"Bearer {shown}"}
+        return httpx2.get(url, headers=headers, timeout=30).status_code
+
+    assert (status(key), key == made["key"]) == (200, False)
+    eventually(lambda: status(made["key"]) == 401, 10)
 
 
 async def test_a_session_that_ended_leads_to_the_form(system: RunningSystem, open_tab: Any) -> None:

@@ -2,17 +2,19 @@
 what is refused.
 """
 
+import inspect
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cyclopts import App
 
 from pilotlight.cli.client import AdminClient, SystemNotRunning
 from pilotlight.cli.home import Home
-from pilotlight.cli.main import run
+from pilotlight.cli.main import app, run
 
 
 def test_no_system_runs(tmp_path: Path) -> None:
@@ -162,3 +164,30 @@ def test_a_port_that_is_taken_leaves_a_folder_empty(
         assert run(["up", "--json", "--port", str(listener.getsockname()[1])]) == 1
     assert out()["error"]["code"] == "port_taken"
     assert [path.name for path in tmp_path.iterdir()] == ["up.lock"]
+
+
+def commands(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """Every command with its words."""
+    for name in app:
+        if not name.startswith("-"):
+            found = app[name]
+            if found.default_command is not None:
+                yield (*path, name), found
+            yield from commands(found, (*path, name))
+
+
+def test_every_command_speaks_json() -> None:
+    found = dict(commands(app))
+    assert len(found) > 40
+    silent = [
+        words
+        for words, command in found.items()
+        if "json" not in inspect.signature(command.default_command).parameters
+    ]
+    assert silent == []
+    # What people of other tools look for.
+    asked = (
+        "run", "chat", "pull", "ps", "status", "model show", "model set", "model evict", "warm", "logs",
+        "trace", "key create", "key list", "key revoke", "key rotate", "usage", "bench", "completion",
+    )  # fmt: skip
+    assert {tuple(words.split()) for words in asked} <= set(found)

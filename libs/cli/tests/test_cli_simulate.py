@@ -76,3 +76,13 @@ def test_a_trace_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     command = ["simulate", "cache", *files(tmp_path, trace="time_s,model\n0,z\n"), "--json"]
     assert run(command) == 1
     assert "trace, line 2: z is not in the catalogue" in lines(capsys)[0]["error"]["message"]
+
+
+def test_a_clusters_first_tokens_are_told_by_per_cent(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "paraserve-testbed-1", "--compare", "single", "--duration-s", "30"]
+    assert run([*command, "--json"]) == 0
+    (found,) = lines(capsys)
+    quantiles = [one for one in found["ttft_quantiles_s"] if one is not None]
+    assert len(found["ttft_quantiles_s"]) == 100
+    assert quantiles == sorted(quantiles)
+    assert quantiles[49] == found["ttft_p50_s"]

@@ -205,3 +205,8 @@ async def test_what_is_not_there_is_a_404(world: AdminWorld) -> None:
     ):
         answer = await world.http.get(path)
         assert (answer.status_code, next(iter(answer.json().values()))) == (200, [])
+
+
+@pytest.mark.parametrize("path", ["/models/a%0Ab", "/%0A", "/models/a/warm%0A"])
+async def test_a_line_break_in_a_path_is_answered_here(world: AdminWorld, path: str) -> None:
+    refused(await world.http.get(path), 404, "route_not_found")

@@ -371,3 +371,12 @@ async def test_openais_client_has_vectors_made_by_a_batch(database, make_world):
     assert [each.embedding for each in answer.data] == [[n, 0.5] for n in sizes]
     (failure,) = await results(world, batch.error_file_id)
     assert failure["response"]["body"]["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/files/%00", "/v1/files/%00/content", "/v1/files?after=%00", "/v1/batches/a%00"]
+)
+async def test_an_id_that_no_row_can_have_is_no_bug(batching, path):
+    assert (await batching.http.get(path)).status_code in (400, 404)
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": "\0"}
+    assert (await batching.http.post("/v1/batches", json=asked)).status_code == 400

@@ -394,4 +394,5 @@ async def test_openapi_document(world):
         ("/v1/messages", "text/event-stream"),
         ("/api/chat", "application/x-ndjson"),
         ("/api/generate", "application/x-ndjson"),
+        ("/api/pull", "application/x-ndjson"),
     }

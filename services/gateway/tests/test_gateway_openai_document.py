@@ -52,7 +52,8 @@ async def test_what_is_answered_by_the_fleet_is_traced():
         if "stream" in operation["responses"]["200"]["description"]
     }
     pooled = {"/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings"}
-    assert streamed == TRACED_PATHS - {"/ui/chat"} - pooled
+    # A pull says what is there.
+    assert streamed - {"/api/pull"} == TRACED_PATHS - {"/ui/chat"} - pooled
 
 
 async def test_schemas_are_schemas():
@@ -72,6 +73,7 @@ async def test_schemas_are_schemas():
         ("/api/chat", {"stream": False, "messages": [{"role": "user", "content": "hello"}]}),
         ("/api/generate", {"stream": False, "prompt": "hello"}),
         ("/api/show", {}),
+        ("/api/pull", {"stream": False}),
         ("/api/tags", None),
         ("/api/ps", None),
         ("/v1/models", None),

@@ -19,6 +19,7 @@ BODIES = {
     "/api/chat": {"messages": [USER], "stream": False},
     "/api/generate": {"prompt": "hello", "stream": False},
     "/api/show": {},
+    "/api/pull": {"stream": False},
 }
 DEEP = "[" * 100_000 + "]" * 100_000
 HOSTILE = [
@@ -43,8 +44,8 @@ WRONG = [None, 7, -1, 1e300, 10**30, "x", "", [], [None], {}, {"type": "x"}, Tru
 async def test_what_is_no_request(world, path):
     for body in HOSTILE:
         response = await world.http.post(path, content=body)
-        # A model's name is all that this route looks at.
-        if path == "/api/show" and response.status_code == 200:
+        # A model's name is all that these routes look at.
+        if path in ("/api/show", "/api/pull") and response.status_code == 200:
             continue
         assert 400 <= response.status_code < 500, (body[:60], response.text)
         assert response.json()["error"]

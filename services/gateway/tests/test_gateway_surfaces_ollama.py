@@ -155,6 +155,19 @@ async def test_lists_of_models(world):
     assert (await world.http.get("/api/version")).json()["version"]
 
 
+async def test_a_registered_model_needs_no_pull(world):
+    for name in ("model", "name"):
+        answer = await world.http.post("/api/pull", json={name: "fox:latest"})
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        said = [json.loads(line)["status"] for line in answer.text.splitlines()]
+        assert said == ["pulling manifest", "success"]
+    whole = await world.http.post("/api/pull", json={"model": "fox", "stream": False})
+    assert whole.json() == {"status": "success"}
+    unknown = await world.http.post("/api/pull", json={"model": "owl"})
+    assert unknown.status_code == 404
+    assert "owl" in unknown.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [

@@ -25,6 +25,7 @@ ASKING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/chat", {"messages": MESSAGES}),
     ("/api/generate", {"prompt": "hello"}),
     ("/api/show", {}),
+    ("/api/pull", {}),
 )
 
 

@@ -53,7 +53,7 @@ def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
             with _progress(contender.name) as progress:
                 results.append(Simulation(scenario, contender, options.seed, progress).run())
             if as_json:
-                emit_json(record(results[-1]))
+                emit_json({**record(results[-1]), "ttft_quantiles_s": results[-1].ttft_quantiles_s})
     except BadScenario as error:
         raise UnprocessableInput(str(error)) from error
     if options.report is not None:

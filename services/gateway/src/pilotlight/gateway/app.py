@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pilotlight.common.db.measures import measure
@@ -30,6 +30,7 @@ from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.cross_origin import CrossOrigin
 from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
 from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.mounts import mounted
 from pilotlight.gateway.edge.server import HttpServer
 from pilotlight.gateway.limits.budgets import BudgetBook
 from pilotlight.gateway.limits.exchange import LimitExchange
@@ -165,9 +166,9 @@ def build_http(
             *pages.routes(),
             *api.routes(),
             *surfaces,
-            Mount("/admin/v1", app=admin),
+            mounted("/admin/v1", admin),
             Route(MOUNTED_AT, _to_ui),
-            Mount(MOUNTED_AT, app=ui),
+            mounted(MOUNTED_AT, ui),
         ],
         exception_handlers={
             PilotlightError: on_error,

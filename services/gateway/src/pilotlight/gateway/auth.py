@@ -31,6 +31,8 @@ from pilotlight.policy.tenants import NOBODY, Tenant
 PREFIX_CHARS = 16
 MIN_KEY_CHARS = 20
 MAX_KEY_CHARS = 256
+INCORRECT = "Incorrect API key provided"
+"""OpenAI's words: LiteLLM knows by them what a 401 is about."""
 CACHE_S = 5.0
 """How long other changes of a key or its project take where the event that tells of them is lost;
 one that is revoked is asked for besides (``KeyFollower``)."""
@@ -162,7 +164,7 @@ class Authenticator:
 
     def _valid(self, cached: _Cached | None, role: Role) -> KeyInfo:
         if cached is None:
-            raise Unauthorized("this key is not valid")
+            raise Unauthorized(INCORRECT)
         key = cached.key
         if key.expires_at is not None and key.expires_at <= self._clock.wall():
             raise Unauthorized("this key has expired: make another with `pilotlight key create`")
@@ -241,7 +243,7 @@ class Authenticator:
             Unauthorized: no key is as long.
         """
         if len(presented) > MAX_KEY_CHARS:
-            raise Unauthorized("this key is not valid")
+            raise Unauthorized(INCORRECT)
         return self._hash(presented)
 
     def secret_for(self, purpose: str) -> bytes:

@@ -17,7 +17,7 @@ import psycopg
 import structlog
 from sqlalchemy import insert, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
@@ -25,7 +25,7 @@ from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
-from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.errors import BadRequest, DatabaseUnavailable
 from pilotlight.common.ids import new_event_id
 from pilotlight.common.secret_files import read_secret
 from pilotlight.common.settings import DatabaseSettings
@@ -33,6 +33,8 @@ from pilotlight.common.telemetry import current_traceparent
 
 log = structlog.get_logger()
 
+_NUL = "NUL (0x00)"
+"""How psycopg names what PostgreSQL's texts cannot hold."""
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
@@ -125,6 +127,7 @@ class Database:
         Raises:
             DatabaseUnavailable: the database cannot be reached or does not answer in time. Nothing
                 was written, unless the break came during the commit itself.
+            BadRequest: a text holds U+0000, which no row can have.
             sqlalchemy.exc.IntegrityError: a constraint is violated; for the repository to map.
         """
         async with self._connected() as connection, connection.begin():
@@ -144,7 +147,7 @@ class Database:
         """A connection that sees one consistent moment and cannot write.
 
         Raises:
-            DatabaseUnavailable: as ``unit_of_work``.
+            DatabaseUnavailable, BadRequest: as ``unit_of_work``.
         """
         async with self._connected() as connection:
             await connection.execution_options(
@@ -170,6 +173,10 @@ class Database:
                 Failure.POOL, "every connection to the database is in use"
             ) from error
         except DBAPIError as error:
+            if isinstance(error, DataError) and _NUL in str(error.orig):
+                raise BadRequest(
+                    "a text holds U+0000, which is in nothing that is stored"
+                ) from error
             # A connection that the server ended may be told of by any of them.
             if not (
                 isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated

@@ -49,6 +49,14 @@ class Result:
     ttfts_s: Sequence[float]
     """Ascending, without those that never came."""
 
+    @property
+    def ttft_quantiles_s(self) -> tuple[float | None, ...]:
+        """What each per cent of all requests, 1 to 100, did not exceed; None where too few had a
+        token.
+        """
+        found = [_quantile(self.ttfts_s, share / 100, self.requests) for share in range(1, 101)]
+        return tuple(None if math.isinf(one) else one for one in found)
+
 
 @dataclass(slots=True)
 class _Of:

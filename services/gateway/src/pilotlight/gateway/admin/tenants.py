@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import FastAPI, Path, Query, Response
 
-from pilotlight.common.db.tables import DEFAULT_PROJECT
-from pilotlight.common.errors import UnprocessableInput
 from pilotlight.gateway.admin.gate import By
 from pilotlight.gateway.admin.views import OptionalName, Word
 from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.records.usage_report import UsageReader, as_csv
-from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL, ApiKey, KeyRepository, Minted, key_body
+from pilotlight.gateway.tenants.keys import ApiKey, KeyRepository, Minted, key_body
 from pilotlight.gateway.tenants.projects import ProjectRepository
 from pilotlight.gateway.tenants.schemas import (
     PROJECT,
@@ -96,7 +94,7 @@ def _add_keys(app: FastAPI, authenticator: Authenticator, keys: KeyRepository) -
     @app.post("/keys", status_code=201)
     async def make(body: NewKey, actor: By) -> dict[str, Any]:
         """Make a key. This answer is the only place where the key itself is shown."""
-        _check_new(body)
+        body.check()
         minted = authenticator.mint(body.role)
         key = ApiKey(
             key_id=minted.key_id,
@@ -143,17 +141,6 @@ def _add_usage(app: FastAPI, usage: UsageReader) -> None:
         if shape == "csv":
             return Response(as_csv(rows), media_type="text/csv")
         return Response(msgspec.json.encode({"usage": rows}), media_type="application/json")
-
-
-def _check_new(body: NewKey) -> None:
-    if body.label == BOOTSTRAP_LABEL:
-        raise UnprocessableInput(f"{BOOTSTRAP_LABEL!r} is the label of keys from files")
-    if body.role == "inference" and body.admin_role is not None:
-        raise UnprocessableInput("only an admin key has an admin_role")
-    if body.role == "admin" and (body.models or body.routes or body.project != DEFAULT_PROJECT):
-        raise UnprocessableInput(
-            "an admin key is of the whole installation: leave out models, routes and project"
-        )
 
 
 def _scope(models: list[str], routes: list[str]) -> KeyScope:

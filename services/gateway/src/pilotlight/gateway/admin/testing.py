@@ -15,7 +15,6 @@ from fastapi import FastAPI
 from sqlalchemy import URL, create_engine, text
 from sqlalchemy.pool import NullPool
 from starlette.applications import Starlette
-from starlette.routing import Mount
 
 from pilotlight.checkpoint.testing import tiny_config, tiny_files
 from pilotlight.common.db.session import Database
@@ -30,6 +29,7 @@ from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.mounts import mounted
 from pilotlight.gateway.models.catalog import Catalog
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.records.audit import AuditLog
@@ -137,7 +137,7 @@ async def admin_world(context: Context[GatewaySettings]) -> AsyncGenerator[Admin
     )
     app = build_admin(parts)
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
-    routed = Starlette(routes=[Mount("/admin/v1", app=app)])
+    routed = Starlette(routes=[mounted("/admin/v1", app)])
     edge = Edge(routed, (), (), bodies, HttpMeasures(context.metrics, bodies))
     http = httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app=edge),

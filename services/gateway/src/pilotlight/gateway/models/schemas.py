@@ -42,6 +42,7 @@ class NewModel(Body):
         min_length=1,
         max_length=2048,
         description="Below an allowed root: `file:///folder`, `s3://bucket/prefix` or `hf://org/name[@revision]`.",
+        json_schema_extra={"pattern": "^(file|s3|hf)://"},
     )
     revision: str | None = Field(
         None,

@@ -194,6 +194,15 @@ _ROUTES = (
         None,
         ollama.OllamaError,
     ),
+    _Route(
+        "post",
+        "/api/pull",
+        "Whether a model is there; nothing is fetched.",
+        ollama.OllamaPulled,
+        ollama.OllamaPullRequest,
+        _LINES,
+        ollama.OllamaError,
+    ),
     _Route("get", "/api/tags", "Every model.", ollama.OllamaModels, error=ollama.OllamaError),
     _Route(
         "get",

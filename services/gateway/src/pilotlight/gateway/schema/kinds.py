@@ -8,6 +8,7 @@ from pilotlight.gateway.schema.ollama import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaPromptRequest,
+    OllamaPullRequest,
     OllamaShowRequest,
 )
 from pilotlight.gateway.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -29,6 +30,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ollama_chat": OllamaChatRequest,
     "ollama_generate": OllamaGenerateRequest,
     "ollama_show": OllamaShowRequest,
+    "ollama_pull": OllamaPullRequest,
     "ollama_embed": OllamaEmbedRequest,
     "ollama_prompt": OllamaPromptRequest,
 }

@@ -100,6 +100,20 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
     model: Annotated[str, Meta(max_length=256)] = ""
 
 
+class OllamaPullRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /api/pull``; ``name`` is what older clients call it."""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    name: Annotated[str, Meta(max_length=256)] = ""
+    stream: bool = True
+
+
+class OllamaPulled(msgspec.Struct, kw_only=True):
+    """Response of ``POST /api/pull``, or a line of it."""
+
+    status: str
+
+
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /api/embed``."""
 

@@ -10,10 +10,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     StringConstraints,
 )
 
 from pilotlight.common.db.tables import DEFAULT_PROJECT
+from pilotlight.common.errors import UnprocessableInput
+from pilotlight.gateway.tenants.keys import BOOTSTRAP_LABEL
 from pilotlight.policy.fairness import MAX_WEIGHT, MIN_WEIGHT
 from pilotlight.policy.tenants import TenantLimits
 
@@ -50,15 +53,15 @@ def _written(value: object) -> object:
     return value
 
 
-Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
+Moment = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_written)]
 """A time of a query or a body."""
 Limit = Annotated[int | None, Field(ge=1, le=10**15)]
 
 
 class Body(BaseModel):
-    """Base of request bodies: unknown fields are refused."""
+    """Base of request bodies: unknown fields are refused, and so is what is of another type."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class NewOrganization(Body):
@@ -82,11 +85,34 @@ class ProjectChanges(Body):
     routes: Routes = Field(default_factory=list[str])
 
 
+_KINDS_OF_KEYS: list[JsonValue] = [
+    {
+        "title": "A key that asks models.",
+        "properties": {"role": {"const": "inference"}, "admin_role": {"type": "null"}},
+    },
+    {
+        "title": "A key that administers: of the whole installation.",
+        "properties": {
+            "role": {"const": "admin"},
+            "project": {"const": DEFAULT_PROJECT},
+            "models": {"maxItems": 0},
+            "routes": {"maxItems": 0},
+        },
+        "required": ["role"],
+    },
+]
+"""What ``check`` holds a body to, as the document says it."""
+
+
 class NewKey(Body):
     """``POST /admin/v1/keys``."""
 
+    model_config = ConfigDict(json_schema_extra={"anyOf": _KINDS_OF_KEYS})
+
     label: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,99}$", description="What people know it by."
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,99}$",
+        description="What people know it by.",
+        json_schema_extra={"not": {"const": BOOTSTRAP_LABEL}},
     )
     role: Literal["inference", "admin"] = "inference"
     project: str = Field(DEFAULT_PROJECT, pattern=PROJECT)
@@ -98,6 +124,22 @@ class NewKey(Body):
     expires_at: Moment | None = Field(
         None, description="RFC 3339; without it the key works until it is revoked."
     )
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            UnprocessableInput: of an admin key a scope, of another one a role of administrators, or
+                the label of keys from files.
+        """
+        if self.label == BOOTSTRAP_LABEL:
+            raise UnprocessableInput(f"{BOOTSTRAP_LABEL!r} is the label of keys from files")
+        if self.role == "inference" and self.admin_role is not None:
+            raise UnprocessableInput("only an admin key has an admin_role")
+        if self.role == "admin" and (self.models or self.routes or self.project != DEFAULT_PROJECT):
+            raise UnprocessableInput(
+                "an admin key is of the whole installation: leave out models, routes and project"
+            )
 
 
 class KeyLimits(Body):

@@ -87,6 +87,7 @@ def build_ui(parts: UiParts) -> Starlette:
             Route("/parts/events", pages.events_part),
             Route("/keys", tenants.keys),
             Route("/usage", tenants.usage),
+            Route("/simulations", pages.simulations),
             Route("/playground", pages.playground),
             Route(CHAT, parts.chat, methods=["POST"]),
             Route(SIGN_IN, sign_in.page, methods=["GET"]),

@@ -117,6 +117,10 @@ class Pages:
         """The list alone."""
         return self._render(request, "events_part.html", **await self._event_values(request))
 
+    async def simulations(self, request: Request) -> Response:
+        """Results of ``pilotlight simulate``: the browser reads a file, which stays there."""
+        return self._render(request, "simulations.html")
+
     async def playground(self, request: Request) -> Response:
         """Chat with a model."""
         stored = await self._parts.registration.models.all()

@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount
 
 from pilotlight.common.service import Context
 from pilotlight.gateway.admin.testing import ADMIN_KEY, AdminWorld, admin_world
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.mounts import mounted
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.ui.app import SessionKeys, UiParts, build_ui
 from pilotlight.gateway.ui.door import MOUNTED_AT
@@ -77,7 +77,7 @@ async def ui_world(context: Context[GatewaySettings]) -> AsyncGenerator[UiWorld]
         )
         settings = context.settings
         bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
-        routed = Starlette(routes=[Mount("/admin/v1", app=admin.app), Mount(MOUNTED_AT, app=app)])
+        routed = Starlette(routes=[mounted("/admin/v1", admin.app), mounted(MOUNTED_AT, app)])
         routed.router.redirect_slashes = False
         edge = Edge(routed, (), (), bodies, HttpMeasures(CollectorRegistry(), bodies))
         http = httpx2.AsyncClient(

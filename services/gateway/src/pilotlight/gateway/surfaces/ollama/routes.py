@@ -24,6 +24,8 @@ from pilotlight.gateway.schema.ollama import (
     OllamaModel,
     OllamaModels,
     OllamaPromptRequest,
+    OllamaPulled,
+    OllamaPullRequest,
     OllamaShown,
     OllamaShowRequest,
     OllamaVector,
@@ -48,6 +50,7 @@ GENERATE_PATH = "/api/generate"
 TAGS_PATH = "/api/tags"
 PS_PATH = "/api/ps"
 SHOW_PATH = "/api/show"
+PULL_PATH = "/api/pull"
 EMBED_PATH = "/api/embed"
 OLD_EMBED_PATH = "/api/embeddings"
 VERSION_PATH = "/api/version"
@@ -71,6 +74,7 @@ class OllamaRoutes:
             EMBED_PATH: ("POST", self.embed),
             OLD_EMBED_PATH: ("POST", self.embed_prompt),
             SHOW_PATH: ("POST", self.show),
+            PULL_PATH: ("POST", self.pull),
             TAGS_PATH: ("GET", self.tags),
             PS_PATH: ("GET", self.running),
             VERSION_PATH: ("GET", self.version),
@@ -178,6 +182,23 @@ class OllamaRoutes:
                 capabilities=capabilities,
                 modified_at=_modified_at(entry),
             )
+        )
+
+    async def pull(self, request: Request) -> Response:
+        """A registered model is there already: its parameters come when somebody asks it.
+
+        Clients pull before they ask; nothing is fetched for them, and nothing is registered.
+        """
+        asker = await self._asker(request)
+        body = await self.api.read(request, OllamaPullRequest, asker.key)
+        await self.api.entry(name_of(body.model or body.name), asker.key)
+        done = OllamaPulled(status="success")
+        if not body.stream:
+            return _json(done)
+        lines = [OllamaPulled(status="pulling manifest"), done]
+        return Response(
+            b"".join(msgspec.json.encode(line) + b"\n" for line in lines),
+            media_type="application/x-ndjson",
         )
 
     async def version(self, request: Request) -> Response:
