@@ -151,7 +151,14 @@ async def _fetches(cluster: Cluster, model: str) -> list[dict[str, Any]]:
     """What the waterfall of a model's start says of fetching, once it is complete."""
     for _ in range(RECORD_TRIES):
         found = (await cluster.get(f"/cold-starts?model={model}"))["cold_starts"]
-        fetches = [phase for one in found for phase in one["phases"] if phase["name"] == "fetch"]
+        phases = [phase for one in found for phase in one["phases"]]
+        first_s = max(
+            (phase["end_s"] for phase in phases if phase["name"] == "prefill"), default=0.0
+        )
+        # What a group fetches to become one worker comes after its first token.
+        fetches = [
+            phase for phase in phases if phase["name"] == "fetch" and phase["start_s"] < first_s
+        ]
         if fetches and any(one["status"] == "done" for one in found):
             return fetches
         await pause(0.2)
