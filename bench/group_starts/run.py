@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "dataplane"), str(BENCH / "validation")]
 
-import bursts  # noqa: E402
-import starts  # noqa: E402
+import group_bursts  # noqa: E402
+import group_starts  # noqa: E402
 from cold_start import machine  # noqa: E402
 from netns import PREFIX, address, network  # noqa: E402
 from netns import Host as Namespace  # noqa: E402
@@ -95,22 +95,22 @@ class Bench:
         """Fig. 8."""
         for stages in STAGES:
             settings = {"PILOTLIGHT_MAX_STAGES": str(stages)}
-            await self._starts(f"{stages} stages", settings, starts.HARSH)
+            await self._starts(f"{stages} stages", settings, group_starts.HARSH)
         own = {"PILOTLIGHT_MAX_STAGES": str(max(STAGES))}
-        slo = {**starts.HARSH, "ttft_ms": 1000 * starts.WITHIN_S}
-        await self._starts(f"chosen for {starts.WITHIN_S:g} s", own, slo)
+        slo = {**group_starts.HARSH, "ttft_ms": 1000 * group_starts.WITHIN_S}
+        await self._starts(f"chosen for {group_starts.WITHIN_S:g} s", own, slo)
 
     async def ladder(self) -> None:
         """Fig. 9."""
-        for rung, settings in starts.ladder(max(STAGES)).items():
-            await self._starts(rung, settings, starts.HARSH)
+        for rung, settings in group_starts.ladder(max(STAGES)).items():
+            await self._starts(rung, settings, group_starts.HARSH)
 
     async def bursts(self) -> None:
         """Fig. 14."""
         for stages in STAGES:
             print(f"groups of {stages}", file=sys.stderr, flush=True)
             with folder() as path:
-                found = await bursts.measure_bursts(
+                found = await group_bursts.measure_bursts(
                     path,
                     self._hosts(BURST_NODES),
                     [BURST_RATE] * BURST_NODES,
@@ -119,12 +119,12 @@ class Bench:
                     self._asked.log,
                 )
             for size, burst in found.items():
-                self._keep(f"{size} requests, groups of {stages}", bursts.figures_of(burst))
+                self._keep(f"{size} requests, groups of {stages}", group_bursts.figures_of(burst))
 
     async def _starts(self, what: str, settings: dict[str, str], slo: dict[str, float]) -> None:
         print(what, file=sys.stderr, flush=True)
         with folder() as path:
-            found = await starts.measure_starts(
+            found = await group_starts.measure_starts(
                 path,
                 self._hosts(NODES),
                 [self._asked.rate] * NODES,
@@ -133,7 +133,7 @@ class Bench:
                 slo,
                 self._asked.log,
             )
-        self._keep(what, starts.figures_of(found))
+        self._keep(what, group_starts.figures_of(found))
 
 
 @contextmanager

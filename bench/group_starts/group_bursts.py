@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx2
 from cluster import Cluster, Site, Unanswered, running
+from group_starts import HARSH
 from netns import Host
-from starts import HARSH
 from usage import Busy
 
 MIB = 2**20
