@@ -343,7 +343,7 @@ def main() -> None:
             folder / f"dataplane-{name}.svg",
         )
     for name, (draw, first) in {
-        "stages": (draw_stages, "1 stages"),
+        "stages": (draw_stages, "s = 1"),
         "ladder": (draw_ladder, "single"),
         "bursts": (draw_bursts, "16 requests, groups of 1"),
     }.items():

@@ -23,7 +23,7 @@ from usage import Busy
 
 MIB = 2**20
 LAYERS = 6
-"""Of the model: 55 MB with its embeddings."""
+"""Of the model: 59 MB with its embeddings."""
 BATCH = 8
 """Requests that one worker takes at once, as in the paper."""
 PROMPT_TOKENS, TOKENS = 60, 64
