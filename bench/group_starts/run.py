@@ -61,8 +61,9 @@ def said(asked: argparse.Namespace) -> dict[str, str]:
     )
     commit, commit_date = shown.stdout.split()
     found = machine()
+    more = f" ARGS='--set {' '.join(asked.set)}'" if asked.set else ""
     return {
-        "command": f"make bench-groups PARTS={asked.parts} ROUNDS={asked.rounds}",
+        "command": f"make bench-groups PARTS={asked.parts} ROUNDS={asked.rounds}{more}",
         "machine": f"{found['cores']} cores ({found['cpu']}), {found['memory_gib']} GiB, "
         f"Linux {found['kernel']}, Python {found['python']}",
         "commit": commit[:7],
