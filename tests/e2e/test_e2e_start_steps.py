@@ -17,7 +17,7 @@ LINK = "40mbit"
 ROUNDED_S = 0.005
 """Moments are laid on one axis by way of the wall clock."""
 STEPS = ("PREFETCH", "WARM", "STREAM", "OVERLAP")
-"""A process may take longer than the link: with one of its own nothing streams on a busy machine."""
+"""A process may take longer than the link: with one of its own nothing streams then."""
 Span = tuple[float, float]
 
 
