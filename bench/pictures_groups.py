@@ -52,7 +52,8 @@ def _bars(
 ) -> None:
     """A bar for each median, a point for each start, and how many times the first one it is."""
     first = measurements[names[0]]["medians"]["ttft"]
-    for place, name in enumerate(names):
+    shown = [pair for pair in zip(names, labels, strict=True) if pair[0] in measurements]
+    for place, (name, _) in enumerate(shown):
         middle, samples = measurements[name]["medians"]["ttft"], measurements[name]["samples"]
         axes.barh(place, middle, height=0.6, color=OURS if place else OTHERS)
         axes.plot(
@@ -66,7 +67,7 @@ def _bars(
             textcoords="offset points",
             va="center",
         )
-    axes.set_yticks(range(len(labels)), list(labels))
+    axes.set_yticks(range(len(shown)), [label for _, label in shown])
     axes.invert_yaxis()
     axes.margins(x=0.3)
     axes.set_xlim(left=0)
