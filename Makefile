@@ -106,9 +106,9 @@ bench-cold-start:  ## cold and warm first tokens of the demo model on this machi
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cold_start.py
 
-bench-groups:  ## the first token of one node, and of groups of two and four, as JSON: ARGS='--link 100mbit'
+bench-groups:  ## starts that nodes share behind links that tc shapes: stages, the ladder of techniques, bursts; into bench/results; needs root. PARTS=, ROUNDS=, ARGS='--set NAME=VALUE'
 	@tools/bootstrap.sh runtime
-	@$(PY) bench/groups.py --stages 1 2 4 $(ARGS)
+	@$(PY) bench/group_starts/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 bench-groups-tokens:  ## tokens over time of one long request that a group answers, with and without scaling down, as JSON: ARGS='--stages 2'
 	@tools/bootstrap.sh runtime

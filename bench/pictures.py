@@ -17,6 +17,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pictures_cache import draw_drift, draw_mix, draw_paper
+from pictures_groups import draw_bursts, draw_ladder, draw_stages
 from pictures_scheduler import draw_attainment, draw_burst
 
 Measurements = dict[str, dict[str, Any]]
@@ -341,6 +342,13 @@ def main() -> None:
             partial(draw, document=documents["dataplane"]["document"][name]),
             folder / f"dataplane-{name}.svg",
         )
+    for name, (draw, first) in {
+        "stages": (draw_stages, "s = 1"),
+        "ladder": (draw_ladder, "single"),
+        "bursts": (draw_bursts, "16 requests, groups of 1"),
+    }.items():
+        if first in results.get("groups", {}):
+            save(partial(draw, measurements=results["groups"]), folder / f"groups-{name}.svg")
     for name, draw in {"attainment": draw_attainment, "burst": draw_burst}.items():
         if "scheduler" in results:
             save(

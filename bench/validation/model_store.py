@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "bench" / "dataplane"), str(ROOT / "tests" / "support")]
 
 from children import obey  # noqa: E402
-from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3  # noqa: E402
+from standin_s3 import ACCESS_KEY, SECRET_KEY, StandinS3, etag_of  # noqa: E402
 
 from pilotlight.checkpoint.testing import frame_header, tiny_config, tiny_tensors  # noqa: E402
 from pilotlight.policy.model import Dtype  # noqa: E402
@@ -89,6 +89,9 @@ async def serve() -> None:
     async def put(order: dict[str, Any]) -> dict[str, Any]:
         files = await asyncio.to_thread(files_of, order["layers"])
         store.put(BUCKET, order["name"], files)
+        # Else it is found anew for each of many reads.
+        for file, data in files.items():
+            store.etags[BUCKET, f"{order['name']}/{file}"] = etag_of(data)
         return {"bytes": len(files["model.safetensors"])}
 
     try:

@@ -66,6 +66,20 @@ async def test_a_lease_alone_moves_the_bytes(cluster: Cluster) -> None:
     await cluster.heard.report(holds(model.digest, (1, 3)))
 
 
+async def test_an_order_moves_nothing_where_a_start_is_not_to_begin_with_it(
+    cluster: Cluster,
+) -> None:
+    model, ahead = cluster.register(), cluster.register("ahead", vocab_size=96)
+    running = await cluster.start(start_prefetch=False)
+    growth = msgspec.structs.replace(fetch_of(ahead, "inst-2"), priority=FetchPriority.PREFETCH)
+    await cluster.hold(fetch_of(model), growth)
+    await cluster.heard.report(holds(ahead.digest))
+    fetched = running.context.metrics.get_sample_value("pilotlight_fetches_total", {"code": ""})
+    assert fetched == 1, "what a stage grows by, alone"
+    assert await cluster.lease(model) == list(ALL)
+    await cluster.heard.report(holds(model.digest))
+
+
 async def test_a_lease_is_in_the_way_of_a_drop(cluster: Cluster) -> None:
     model = cluster.register()
     await cluster.start()

@@ -90,6 +90,10 @@ class PoolLeases:
     intact: bool = True
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared, a load lasts after its last part."""
+    before_gate: int = 0
+    """Parts of a lease that a closed gate lets pass."""
+    given: list[int] = field(default_factory=list)
+    """Parts that came."""
 
     async def lease(
         self,
@@ -123,10 +127,12 @@ class _OpenLease:
         self._leases.open -= 1
 
     async def __aiter__(self) -> AsyncIterator[PartReady]:
-        for part in self._parts:
-            await self._leases.gate.wait()
+        for at, part in enumerate(self._parts):
+            if at >= self._leases.before_gate:
+                await self._leases.gate.wait()
             if self._leases.failure is not None:
                 raise self._leases.failure
+            self._leases.given.append(part)
             yield PartReady(part=part, tensors=self._leases.pool.parts[part])
         try:
             await self._leases.may_end.wait()

@@ -41,6 +41,8 @@ class Agent:
     clock: Clock
     peers: Peers | None = None
     """Other nodes; None: this one has no links to any."""
+    prefetch: bool = True
+    """Orders for starts are begun as they come; else a worker's lease begins the fetch."""
     _orders: dict[OrderKey, PartsClaim] = field(default_factory=dict[OrderKey, PartsClaim])
     _ahead: dict[AheadKey, PartsClaim] = field(default_factory=dict[AheadKey, PartsClaim])
     _newest: Newest = field(default_factory=Newest)
@@ -69,7 +71,7 @@ class Agent:
         for key, fetch in wanted.items():
             if key in self._orders:
                 self._orders[key].priority = fetch.priority
-            else:
+            elif self.prefetch or fetch.priority is not FetchPriority.COLD_START:
                 self._begin(key, fetch, told.sent_s(self.clock))
 
     async def on_prefetch(self, told: Timed[NodePrefetch]) -> None:

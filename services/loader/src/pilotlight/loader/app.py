@@ -127,6 +127,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
         metrics=metrics,
         clock=context.clock,
         peers=links.peers if links is not None else None,
+        prefetch=settings.start_prefetch,
     )
     found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)

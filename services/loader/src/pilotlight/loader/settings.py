@@ -101,6 +101,11 @@ class LoaderSettings(ServiceSettings, ModelRootsSettings):
         description="What the workers run models on: CPU cores, a GPU each, or a simulation. `auto`: GPUs where there is one for each "
         "worker and they can be used, else CPU cores.",
     )
+    start_prefetch: bool = Field(
+        True,
+        description="Parameters come to the node while its worker gets ready for them. Off, set on loader and workers: not before the "
+        "engine's process is there; for measurements.",
+    )
     handover: bool = Field(
         False,
         description="When the loader stops, leave workers and host pool to the next one: streams go on through an upgrade.",

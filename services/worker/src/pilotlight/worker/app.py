@@ -1,7 +1,7 @@
 """Builds a worker process: one worker of a device, or any number of simulated ones."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from pilotlight.common.buckets import WORKERS
@@ -22,7 +22,7 @@ from pilotlight.policy.ids import NodeId, WorkerId
 from pilotlight.policy.model import EngineKind
 from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.builds import Builds
-from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.core import StartSteps, WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
 from pilotlight.worker.engines.child_process import ChildOptions
 from pilotlight.worker.engines.client import EngineClient
@@ -110,6 +110,11 @@ class _Builder:
         )
         self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
+        self._steps = StartSteps(
+            prefetch=settings.start_prefetch,
+            stream=settings.start_stream,
+            overlap=settings.start_overlap,
+        )
         self._metrics = WorkerMetrics(context.metrics)
         self._vocabularies = Vocabularies(context.store)
         self._phases = reported_phases(
@@ -134,6 +139,7 @@ class _Builder:
             metrics=self._metrics,
             phases=self._phases,
             vocabularies=self._vocabularies,
+            steps=self._steps,
         )
         key = read_secret(context.settings.secrets_dir, SECRET)
         artifacts = Artifacts(core, context.store, key)
@@ -176,14 +182,17 @@ class _Builder:
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:
         """The worker's engines, and the watch over their device."""
         context = self._context
-        native, watch = (
-            (self._simulated(), None) if self._kind is DeviceKind.SIM else self._native(worker_id)
-        )
+        renew: Callable[[], Awaitable[None]] | None = None
+        if self._kind is DeviceKind.SIM:
+            native, watch = self._simulated(), None
+        else:
+            native, watch = self._native(worker_id)
+            renew = None if context.settings.start_warm else native.renew
         factories: dict[EngineKind, Callable[[], EngineClient]] = {
             EngineKind.NATIVE: lambda: native,
             EngineKind.SIM: self._simulated,
         }
-        return EngineSwitch(factories, context.background), watch
+        return EngineSwitch(factories, context.background, renew=renew), watch
 
     @property
     def _cuda_device(self) -> str:
@@ -217,13 +226,13 @@ class _Builder:
         )
         return SimEngine(speed, self._context.clock, self._faults)
 
-    def _native(self, worker_id: WorkerId) -> tuple[EngineClient, DeviceWatch | None]:
+    def _native(self, worker_id: WorkerId) -> tuple[ProcessEngine, DeviceWatch | None]:
         """The engine of a device that computes, and the watch over that."""
         settings = self._context.settings
         options = self._child_options(worker_id)
         engine = ProcessEngine(
             options,
-            Spare(options) if settings.spare_engine else None,
+            Spare(options) if settings.spare_engine and settings.start_warm else None,
             patience=Patience(floor_s=settings.hang_after_s),
             clock=self._context.clock,
         )

@@ -20,6 +20,20 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartSteps:
+    """Which steps of a start go on beside each other; off, one waits for the other (ParaServe,
+    Fig. 9).
+    """
+
+    prefetch: bool = True
+    """Parts come while the engine's process and its device get ready."""
+    stream: bool = True
+    """A part is placed as soon as it is on the node, while others come."""
+    overlap: bool = True
+    """Prompts run, and stages are joined, while parts come."""
+
+
 @dataclass(slots=True, kw_only=True)
 class WorkerCore:
     """One worker's identity, its engine, its requests, and what it needs of its process."""
@@ -39,6 +53,8 @@ class WorkerCore:
     vocabularies: Vocabularies
     environment: Environment | None = None
     """What the engine runs on, once it is up; None: it uses no artifacts."""
+    steps: StartSteps = StartSteps()
+    """Of starts; those of a measurement wait for each other."""
     make_way: Callable[[], None] = _nothing
     """Called when there is demand: what runs because there was time ends at once."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

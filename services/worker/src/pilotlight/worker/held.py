@@ -48,6 +48,8 @@ class Held:
     kv_capacity_tokens: int = 0
     open: bool = False
     """The engine has said that it takes requests."""
+    early: bool = True
+    """It may take requests while it loads."""
     placed: Moment | None = None
     """When its last part was in its place."""
     loading: asyncio.Task[None] | None = None
@@ -75,7 +77,8 @@ class Held:
 
         The engine says whether it can: of a whole model, or of a stage that leads a pipeline.
         """
-        return self.open and self.state in (HeldState.LOADING, HeldState.READY)
+        loads = self.state is HeldState.LOADING and self.early
+        return self.open and (loads or self.state is HeldState.READY)
 
     @property
     def follows(self) -> bool:

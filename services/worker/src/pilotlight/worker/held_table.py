@@ -106,7 +106,8 @@ class HeldTable:
         """Begin to hold a stage."""
         state = step(None, HeldEvent.HOLD)
         assert state is not None
-        held = Held(hold=hold, state=state, since_s=self._core.clock.monotonic_s())
+        now_s = self._core.clock.monotonic_s()
+        held = Held(hold=hold, state=state, since_s=now_s, early=self._core.steps.overlap)
         self._held[hold.instance_id] = held
         self._core.table.shares.begin(hold.instance_id, held.since_s)
         self._core.room_changed.set()

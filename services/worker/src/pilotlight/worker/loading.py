@@ -25,7 +25,7 @@ from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
-from pilotlight.policy.phase import PhaseName
+from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.worker.artifacts import Artifacts, Found
 from pilotlight.worker.core import WorkerCore
 
@@ -109,6 +109,8 @@ class StageLoader:
         self._pool_path = str(pool_path) if pool_path is not None else ""
         self.begun: Callable[[InstanceId], None] = lambda _: None
         """Called when the engine has been told of a stage, of which parts follow."""
+        self.renewed: Callable[[], None] = lambda: None
+        """Called when a start has begun a new process of the engine."""
 
     def pool_epoch(self) -> Epoch:
         """The highest epoch in the host pool's header: what the node's loader has seen.
@@ -144,6 +146,8 @@ class StageLoader:
             self._core.make_way()
             finding = asyncio.create_task(self._artifact(hold), name="artifact")
             try:
+                if not self._core.steps.prefetch:
+                    asked_s = await self._renew(hold, asked_s)
                 parts = hold.model.spec.parts_of(hold.stage)
                 parent = current_traceparent() or hold.trace_parent
                 lease = await self._source.lease(
@@ -151,9 +155,12 @@ class StageLoader:
                 )
                 self._pool_path = lease.pool_path
                 async with lease:
+                    if self._core.steps.prefetch:
+                        asked_s = await self._renew(hold, asked_s)
                     await made_room()
                     await self._begin(hold, lease, asked_s, await finding)
-                    self.begun(hold.instance_id)
+                    if self._core.steps.overlap:
+                        self.begun(hold.instance_id)
                     result = await self._fed(hold, lease, loaded)
                     if hold.stage != hold.model.spec.whole:
                         vouch = VouchStage(instance_id=hold.instance_id)
@@ -238,6 +245,21 @@ class StageLoader:
     async def _artifact(self, hold: Hold) -> Found:
         return Found() if self._artifacts is None else await self._artifacts.of(hold)
 
+    async def _renew(self, hold: Hold, asked_s: float) -> float:
+        """Have a new process for a start that begins with one; since when the rest is waited for.
+
+        Raises:
+            EngineFailed: it does not start.
+        """
+        start_s = self._core.clock.monotonic_s()
+        if not await self._core.engine.renew():
+            return asked_s
+        end_s = self._core.clock.monotonic_s()
+        self._core.phases.record(hold.instance_id, PhaseName.INIT, asked_s, start_s, detail="lease")
+        self._core.phases.record(hold.instance_id, PhaseName.INIT, start_s, end_s, detail="process")
+        self.renewed()
+        return end_s
+
     async def _begin(self, hold: Hold, lease: PartLease, asked_s: float, found: Found) -> None:
         sent = moment_of(self._core.clock)
         load = LoadStage(
@@ -255,11 +277,21 @@ class StageLoader:
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:
         frames = aiter(lease)
+        kept: list[PartReady] = []
         while (
             ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")
         ) is not None:
-            place = PlacePart(instance_id=hold.instance_id, part=ready.part, tensors=ready.tensors)
-            await self._core.engine.place_part(place, ready.ready)
+            if self._core.steps.stream:
+                await self._place(hold, ready, ready.ready)
+            else:
+                kept.append(ready)
+        all_here = moment_of(self._core.clock)
+        for ready in kept:
+            await self._place(hold, ready, all_here)
+
+    async def _place(self, hold: Hold, part: PartReady, ready: Moment | None) -> None:
+        place = PlacePart(instance_id=hold.instance_id, part=part.part, tensors=part.tensors)
+        await self._core.engine.place_part(place, ready)
 
 
 def epoch_in_pool(path: str) -> Epoch:

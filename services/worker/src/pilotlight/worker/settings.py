@@ -84,6 +84,25 @@ class WorkerSettings(ServiceSettings):
         gt=0,
         description="Seconds without a load or a request after which a worker looks for something to build.",
     )
+    start_warm: bool = Field(
+        True,
+        description="A start finds the engine's process there, with its libraries imported and its device open. Off: it begins with a "
+        "new process, as on a machine that keeps none; for measurements.",
+    )
+    start_prefetch: bool = Field(
+        True,
+        description="Parameters come to the node while its worker gets ready for them. Off, set on loader and workers: not before the "
+        "engine's process is there; for measurements.",
+    )
+    start_stream: bool = Field(
+        True,
+        description="Each part of a model is loaded as soon as it is on the node. Off: none before all of them are; for measurements.",
+    )
+    start_overlap: bool = Field(
+        True,
+        description="Prompts run through the layers that are in place while others come, and stages of a group are joined meanwhile. "
+        "Off: not before everything is in place; for measurements.",
+    )
     hang_after_s: float = Field(
         8.0,
         gt=0,

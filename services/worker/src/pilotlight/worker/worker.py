@@ -91,6 +91,7 @@ class Worker:
         self.artifacts = artifacts
         self._groups = groups or Groups(core, "", None)
         loader.begun = self._on_begun
+        loader.renewed = self._on_renewed
         self._watch = watch
         self.stages = Stages(
             core,
@@ -331,6 +332,11 @@ class Worker:
     def _on_begun(self, instance_id: InstanceId) -> None:
         """The stages of a group are joined while their parts come."""
         self._groups.on_begun(instance_id)
+        self._groups.follow(self.stages.held)
+
+    def _on_renewed(self) -> None:
+        """Another process is the engine, and listens nowhere yet."""
+        self._groups.on_engine_died()
         self._groups.follow(self.stages.held)
 
     def _on_settled(self, instance_id: InstanceId, error: PilotlightError | None) -> None:

@@ -91,6 +91,8 @@ class ProcessEngine:
         start."""
         self._kill_code = ""
         self._stopping = False
+        self._renewing = False
+        """The child ends because another is to take its place: that is no death."""
         self._starting = asyncio.Lock()
         self._start_deadline_s = (
             CUDA_START_DEADLINE_S if options.device is DeviceKind.CUDA else START_DEADLINE_S
@@ -261,6 +263,27 @@ class ProcessEngine:
         if self._child is not None:
             _kill(self._child)
 
+    async def renew(self) -> None:
+        """Put a new child in the place of this one, which holds nothing; nobody hears of its end.
+
+        Raises:
+            EngineFailed: the new one does not start; ``EngineDied`` follows.
+        """
+        child, reading = self._child, self._reading
+        self._renewing = True
+        try:
+            if child is not None and reading is not None:
+                await self._ask_to_end(child)
+                _kill(child)
+                await reading
+        finally:
+            self._renewing = False
+        try:
+            await self.start()
+        except EngineFailed as error:
+            await self._events.put(Timed(EngineDied(reason=error.message)))
+            raise
+
     async def stop(self) -> None:
         self._stopping = True
         child, reading = self._child, self._reading
@@ -328,7 +351,7 @@ class ProcessEngine:
         reason, code = self._kill_reason or watch.verdict or reason, self._kill_code or code
         hung = bool(watch.verdict) and not self._kill_reason
         status = await self._bury(child)
-        if self._stopping:
+        if self._stopping or self._renewing:
             return
         reason = reason or f"it ended with status {status}"
         log.error(

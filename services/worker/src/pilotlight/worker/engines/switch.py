@@ -80,6 +80,7 @@ class EngineSwitch:
         factories: Mapping[EngineKind, Callable[[], EngineClient]],
         background: Background,
         main: EngineKind = EngineKind.NATIVE,
+        renew: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Makes the main engine.
 
@@ -87,10 +88,13 @@ class EngineSwitch:
             factories: make an engine, by its kind; models of other kinds are refused.
             background: owns what reads the engines' events.
             main: the kind of the main engine.
+            renew: puts a new process in the place of the main engine's; None: starts find the one
+                that is there.
         """
         self._factories = factories
         self._background = background
         self._main = main
+        self._renew = renew
         self._engines: dict[EngineKind, EngineClient] = {main: factories[main]()}
         self._routes: dict[InstanceId, _Route] = {}
         self._steps: dict[EngineKind, StepDone] = {}
@@ -110,6 +114,17 @@ class EngineSwitch:
     async def start(self) -> EngineUp:
         """Start the main engine; see ``EngineClient.start``."""
         return await self.main.start()
+
+    async def renew(self) -> bool:
+        """Begin a start with a new process, where starts are to, and nothing is on the old one.
+
+        Raises:
+            EngineFailed: it does not start.
+        """
+        if self._renew is None or self._routes:
+            return False
+        await self._renew()
+        return True
 
     def follow(self, on_event: OnEvent, on_steps: OnSteps) -> None:
         """From now on have every engine's events handled, each engine's in order."""
