@@ -1,5 +1,5 @@
-"""An artifact with graphs, built by a worker's engine children and restored by another: the tokens of
-a child without it; what is wrong with it is refused by name, and the normal path follows.
+"""An artifact with graphs, built by a worker's engine children and restored by another: the tokens
+of a child without it; what is wrong with it is refused by name, and the normal path follows.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a build does about graphs, on a device that has them: engines that say what they are told to."""
+"""What a build does about graphs, with engines that say what they are told to."""
 
 from dataclasses import replace
 from pathlib import Path
