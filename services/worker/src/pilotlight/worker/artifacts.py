@@ -151,6 +151,10 @@ class Artifacts:
         self._count("found")
         return Found(known, await self._graphs_of(hold, digest, known))
 
+    def close(self) -> None:
+        """Give the memory of archives back: no engine reads them any more."""
+        self._files.close()
+
     def on_graphs(self, told: StageGraphs) -> None:
         """An engine says how far the graphs of a stage are."""
         stage = self._stages.get(told.instance_id)
