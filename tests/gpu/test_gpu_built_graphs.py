@@ -109,7 +109,7 @@ async def built(make_session: MakeSession, pool: PoolFile) -> Built:
         return None
 
     async with asyncio.timeout(BUILD_S):
-        return await build(claimed, make_session, told)
+        return await build(claimed, make_session, told, graphs=True)
 
 
 async def outputs(

@@ -121,7 +121,10 @@ async def built(
     """The builds that were made, of a builder that looks all the time."""
     made: list[ClaimedBuild] = []
 
-    async def build(claimed: ClaimedBuild, make_session: object, told: object) -> Built:
+    async def build(
+        claimed: ClaimedBuild, make_session: object, told: object, *, graphs: bool
+    ) -> Built:
+        assert not graphs
         made.append(claimed)
         return Built(MANIFEST, {digest_of(GRAPHS): GRAPHS})
 

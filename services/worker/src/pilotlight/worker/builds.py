@@ -81,6 +81,8 @@ class Builds:
         artifacts: Artifacts,
         store: ObjectStore,
         idle_s: float,
+        *,
+        graphs: bool = False,
     ) -> None:
         """Builds nothing yet.
 
@@ -92,6 +94,7 @@ class Builds:
             artifacts: hears of what was built.
             store: takes what was built.
             idle_s: without demand, before a build is looked for.
+            graphs: artifacts for GPUs are to have some.
         """
         self._core = core
         self._held = held
@@ -100,6 +103,7 @@ class Builds:
         self._artifacts = artifacts
         self._store = store
         self._idle_s = idle_s
+        self._graphs = graphs
         self._looking: asyncio.Task[None] | None = None
         self._building: asyncio.Task[Built] | None = None
         self._engine: EngineClient | None = None
@@ -233,7 +237,7 @@ class Builds:
     async def _built(self, claimed: ClaimedBuild, progress: "_Progress") -> Built:
         if self._kept is not None and self._keeps(claimed):
             return self._kept[1]
-        made = await build(claimed, self._session, progress.tell)
+        made = await build(claimed, self._session, progress.tell, graphs=self._graphs)
         self._kept = claimed.fingerprint.digest, made
         return made
 
