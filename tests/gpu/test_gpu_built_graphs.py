@@ -1,5 +1,5 @@
-"""An artifact with graphs, built by a worker's engine children and restored by another: the tokens of
-a child without it; what is wrong with it is refused by name, and the normal path follows.
+"""An artifact with graphs, built by a worker's engine children and restored by another: the tokens
+of a child without it; what is wrong with it is refused by name, and the normal path follows.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ async def built(make_session: MakeSession, pool: PoolFile) -> Built:
         return None
 
     async with asyncio.timeout(BUILD_S):
-        return await build(claimed, make_session, told)
+        return await build(claimed, make_session, told, graphs=True)
 
 
 async def outputs(

@@ -1,4 +1,4 @@
-"""Trials read and write nothing of the cache, whatever is under way; their digest sees every bit."""
+"""Trials read and write nothing of the cache; their digest sees every bit."""
 
 import pytest
 import torch

@@ -343,9 +343,8 @@ async def test_graphs_are_listed_signed_and_collected_with_their_manifest(
     one = await claimed(rig)
     graphs = b"graphs" * 100
     blob = Blob(kind=GRAPHS, digest=Digest(blake3(graphs).hexdigest()), size_bytes=len(graphs))
-    layout = GraphLayout(
-        slot=3, places=(GraphPlace(name="logits", address=7),), pool_bytes=9, trials=()
-    )
+    logits = GraphPlace(name="logits", address=7)
+    layout = GraphLayout(slot=3, places=(logits,), pool_bytes=9, trials=())
     assert await rig.report(one, blobs=(blob.digest,))
     key = artifact_key(blob.digest)
     await rig.store.put_if_absent(key, graphs)

@@ -1,4 +1,4 @@
-"""What a build does about graphs, on a device that has them: engines that say what they are told to."""
+"""What a build does about graphs, with engines that say what they are told to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +97,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.open = 0
+        self.graphs = True
         self.loads: list[str] = []
         self.read: list[bytes] = []
         self.writes = ARCHIVE
@@ -118,7 +119,7 @@ class Engines:
         async def told(step: str, share: float) -> None:
             steps.append((step, share))
 
-        built = await build(claimed, self.session, told)
+        built = await build(claimed, self.session, told, graphs=self.graphs)
         assert self.open == 0, "every engine was ended"
         return built, decode_json(built.manifest, Artifact)
 
@@ -130,6 +131,14 @@ async def test_graphs_are_recorded_in_one_engine_and_proved_in_another(model: Mo
     assert engines.read == [ARCHIVE]
     assert built.archives == {BLOB.digest: ARCHIVE}
     assert (artifact.graphs, artifact.blobs, artifact.graphs_refused) == (LAYOUT, (BLOB,), "")
+
+
+async def test_an_artifact_has_no_graphs_unless_they_are_wanted(model: Model) -> None:
+    engines = Engines()
+    engines.graphs = False
+    built, artifact = await engines.build(model)
+    assert engines.loads == ["plain", "plain"]
+    assert (built.archives, artifact.graphs, artifact.graphs_refused) == ({}, None, "")
 
 
 WAYS: dict[str, dict[str, Any]] = {

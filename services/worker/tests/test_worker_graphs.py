@@ -118,6 +118,8 @@ def test_the_archives_that_were_used_last_are_kept() -> None:
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig()
     made.worker.core.environment = HERE
+    assert made.worker.artifacts is not None
+    made.worker.artifacts._with_graphs = True
     return made
 
 
@@ -220,6 +222,16 @@ async def test_a_start_does_not_wait_for_graphs_that_are_slow_and_the_next_one_h
     await until(lambda: not artifacts._fetching)
     assert await found(rig, "inst-3") == ARCHIVE
     assert restores(rig)["graphs_late", ""] == 2.0
+
+
+@pytest.mark.anyio
+async def test_graphs_are_left_alone_unless_they_are_wanted(rig: Rig, listing: Listing) -> None:
+    assert rig.worker.artifacts is not None
+    rig.worker.artifacts._with_graphs = False
+    await listing.lists(with_graphs(rig.model))
+    await listing.store.put_if_absent(artifact_key(BLOB.digest), ARCHIVE)
+    assert await found(rig) is None
+    assert restores(rig) == {("found", ""): 1.0}
 
 
 def a_load(model: Model, **changes: Any) -> LoadStage:

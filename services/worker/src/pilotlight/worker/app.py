@@ -142,7 +142,7 @@ class _Builder:
             steps=self._steps,
         )
         key = read_secret(context.settings.secrets_dir, SECRET)
-        artifacts = Artifacts(core, context.store, key)
+        artifacts = Artifacts(core, context.store, key, graphs=context.settings.artifact_graphs)
         loader = StageLoader(core, source, context.settings.pool_path, artifacts)
         groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)
         return Worker(
@@ -177,6 +177,7 @@ class _Builder:
             worker.artifacts or Artifacts(worker.core, context.store, None),
             context.store,
             context.settings.build_idle_s,
+            graphs=context.settings.artifact_graphs,
         )
 
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:

@@ -116,8 +116,14 @@ class Found:
 class Artifacts:
     """What one worker knows of artifacts."""
 
-    def __init__(self, core: WorkerCore, store: ObjectStore, cluster_key: str | None) -> None:
-        """Finds nothing without the cluster's key: signatures cannot be checked then."""
+    def __init__(
+        self, core: WorkerCore, store: ObjectStore, cluster_key: str | None, *, graphs: bool = False
+    ) -> None:
+        """Finds nothing without the cluster's key: signatures cannot be checked then.
+
+        ``graphs``: engines restore those of artifacts.
+        """
+        self._with_graphs = graphs
         self._core = core
         self._store = store
         self._cluster_key = cluster_key.encode() if cluster_key is not None else None
@@ -150,6 +156,10 @@ class Artifacts:
         self._given.add(digest)
         self._count("found")
         return Found(known, await self._graphs_of(hold, digest, known))
+
+    def close(self) -> None:
+        """Give the memory of archives back: no engine reads them any more."""
+        self._files.close()
 
     def on_graphs(self, told: StageGraphs) -> None:
         """An engine says how far the graphs of a stage are."""
@@ -215,6 +225,8 @@ class Artifacts:
         """Where the graphs of an artifact are; empty where they are not here in time: then they are
         for the next start.
         """
+        if not self._with_graphs:
+            return ""
         artifact = decode_json(manifest, Artifact)
         blob = artifact.graphs_blob
         if blob is None or artifact.graphs is None:

@@ -64,13 +64,16 @@ def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
     return [(salt * 7919 + index * 104_729) % vocab_size for index in range(1, tokens + 1)]
 
 
-async def build(claimed: ClaimedBuild, make_session: MakeSession, told: Told) -> Built:
+async def build(
+    claimed: ClaimedBuild, make_session: MakeSession, told: Told, *, graphs: bool = False
+) -> Built:
     """A model's artifact.
 
     Args:
         claimed: the model, and the environment.
         make_session: makes an engine, not started.
         told: is told what comes next.
+        graphs: it has some, if the device has any.
 
     Raises:
         RestoreFailed: the second engine does not compute what the first one did.
@@ -105,7 +108,7 @@ async def build(claimed: ClaimedBuild, make_session: MakeSession, told: Told) ->
         profile=profile,
         canary=Canary(prompt_ids=tuple(prompt), output_ids=tuple(output)),
     )
-    if claimed.fingerprint.environment.device_kind is not DeviceKind.CUDA:
+    if not graphs or claimed.fingerprint.environment.device_kind is not DeviceKind.CUDA:
         return await _proved(artifact, model, make_session, told)
     await told("graphs", 0.72)
     file = GraphFile()

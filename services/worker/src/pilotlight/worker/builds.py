@@ -14,13 +14,14 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Protocol
 
 import structlog
 from blake3 import blake3
 
 from pilotlight.common.bus import Subscription
-from pilotlight.common.errors import BusUnavailable, PilotlightError, TransientError
+from pilotlight.common.errors import Conflict, PilotlightError, TransientError
 from pilotlight.common.messages.artifacts import (
     BUILD_WANTED_SUBJECT,
     CLAIM_BUILD_SUBJECT,
@@ -55,7 +56,8 @@ ASK_S = 5.0
 """Deadline of each request to the materializer."""
 LOOK_S = 30.0
 """About how often a worker without demand asks whether there is something to build."""
-STORE_TRIES = 5
+KEPT_LOOK_S = 3.0
+"""The same for one that has built what nobody took."""
 BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 
 
@@ -79,6 +81,8 @@ class Builds:
         artifacts: Artifacts,
         store: ObjectStore,
         idle_s: float,
+        *,
+        graphs: bool = False,
     ) -> None:
         """Builds nothing yet.
 
@@ -90,6 +94,7 @@ class Builds:
             artifacts: hears of what was built.
             store: takes what was built.
             idle_s: without demand, before a build is looked for.
+            graphs: artifacts for GPUs are to have some.
         """
         self._core = core
         self._held = held
@@ -98,12 +103,16 @@ class Builds:
         self._artifacts = artifacts
         self._store = store
         self._idle_s = idle_s
+        self._graphs = graphs
         self._looking: asyncio.Task[None] | None = None
         self._building: asyncio.Task[Built] | None = None
         self._engine: EngineClient | None = None
         self._demand_s = core.clock.monotonic_s()
         """When there was demand last."""
         self._yielded = False
+        self._kept: tuple[Digest, Built] | None = None
+        """What was built for a fingerprint, and could not be listed: the next claim of it has
+        nothing left to build."""
         self._subscription: Subscription | None = None
         self._wake = Wake()
         self._rng = random.Random()
@@ -171,7 +180,8 @@ class Builds:
             environment = self._core.environment
             if environment is None or now_s < next_s or not self._idle:
                 continue
-            next_s = now_s + LOOK_S * self._rng.uniform(0.8, 1.2)
+            look_s = LOOK_S if self._kept is None else KEPT_LOOK_S
+            next_s = now_s + look_s * self._rng.uniform(0.8, 1.2)
             request = ClaimBuild(
                 worker_id=self._core.worker_id,
                 environment=environment,
@@ -186,11 +196,11 @@ class Builds:
                     next_s = 0.0  # There may be more.
 
     async def _build(self, claimed: ClaimedBuild) -> None:
-        progress = _Progress()
+        progress = _Progress(self._core.clock.monotonic_s() + claimed.lease_s)
         log.info("build begins", action="build_begun", model=claimed.model.name)
         self._yielded = False
         self._building = asyncio.create_task(
-            build(claimed, self._session, progress.tell), name=f"build {claimed.model.name}"
+            self._built(claimed, progress), name=f"build {claimed.model.name}"
         )
         renewing = asyncio.create_task(self._renew(claimed, progress), name="lease of a build")
         outcome, code, message = "built", "", ""
@@ -199,6 +209,7 @@ class Builds:
                 self.make_way()
             built = await self._building
             await self._publish(claimed, built, progress)
+            self._kept = None
             self._artifacts.forget(claimed.fingerprint.digest)
         except asyncio.CancelledError:
             if not self._building.cancelled() or not self._yielded:
@@ -209,7 +220,10 @@ class Builds:
                 raise
             outcome = "yielded"
         except PilotlightError as error:
-            outcome = "yielded" if self._yielded else error.code
+            later = self._keeps(claimed) and isinstance(error, TransientError | Conflict)
+            if self._keeps(claimed) and not later:
+                self._kept = None
+            outcome = "yielded" if self._yielded or later else error.code
             code, message = error.code, error.message
         finally:
             await self._kill()
@@ -219,6 +233,16 @@ class Builds:
         log.info("build ended", action="build_ended", outcome=outcome, error=message)
         if outcome != "built":
             await self._end(claimed, yielded=outcome == "yielded", code=code, message=message)
+
+    async def _built(self, claimed: ClaimedBuild, progress: "_Progress") -> Built:
+        if self._kept is not None and self._keeps(claimed):
+            return self._kept[1]
+        made = await build(claimed, self._session, progress.tell, graphs=self._graphs)
+        self._kept = claimed.fingerprint.digest, made
+        return made
+
+    def _keeps(self, claimed: ClaimedBuild) -> bool:
+        return self._kept is not None and self._kept[0] == claimed.fingerprint.digest
 
     def _session(self, *, record_images: bool = False) -> BuildSession:
         self._engine = self._make_engine(record_images=record_images)
@@ -247,15 +271,18 @@ class Builds:
                 heard = await self._core.bus.request(
                     REPORT_BUILD_SUBJECT, report, BuildHeard, deadline_s=ASK_S
                 )
-                if not heard.yours and self._building is not None:
+                if heard.yours:
+                    progress.leased_until_s = self._core.clock.monotonic_s() + claimed.lease_s
+                elif self._building is not None:
                     self._yielded = True
                     self._building.cancel()
                     return
 
     async def _publish(self, claimed: ClaimedBuild, built: Built, progress: "_Progress") -> None:
-        """Announce the objects, write them, have them listed.
+        """Announce the objects, write them, have them listed: tried for as long as the lease lasts.
 
         Raises:
+            Conflict: the build is another worker's by now.
             PilotlightError: it is not listed; what was written goes.
         """
         manifest = built.manifest
@@ -275,13 +302,14 @@ class Builds:
             manifest_digest=digest,
             size_bytes=len(manifest),
         )
-        for attempt in range(STORE_TRIES):
+        for attempt in count():
             try:
                 heard = await self._core.bus.request(
                     REPORT_BUILD_SUBJECT, announced, BuildHeard, deadline_s=ASK_S
                 )
                 if not heard.yours:
-                    raise BusUnavailable("the build is another worker's by now")
+                    raise Conflict("the build is another worker's by now")
+                progress.leased_until_s = self._core.clock.monotonic_s() + claimed.lease_s
                 for name, data in {**built.archives, digest: manifest}.items():
                     await self._store.put_if_absent(artifact_key(name), data)
                 await self._core.bus.request(
@@ -289,7 +317,7 @@ class Builds:
                 )
                 return
             except TransientError:
-                if attempt == STORE_TRIES - 1:
+                if self._core.clock.monotonic_s() >= progress.leased_until_s:
                     raise
                 await pause(BACKOFF.delay_s(attempt, self._rng))
 
@@ -312,8 +340,10 @@ class Builds:
 class _Progress:
     """How far a build is."""
 
-    def __init__(self) -> None:
+    def __init__(self, leased_until_s: float) -> None:
         self.step, self.share = "", 0.0
+        self.leased_until_s = leased_until_s
+        """On the worker's clock, as far as it has heard."""
         self.changed = Wake()
 
     async def tell(self, step: str, share: float) -> None:

@@ -75,6 +75,10 @@ class WorkerSettings(ServiceSettings):
         description="Keep a second engine process that has its libraries imported, so that an engine that dies is replaced at once. "
         "It takes memory, and no processor.",
     )
+    artifact_graphs: bool = Field(
+        default=False,
+        description="Record captured decode steps in artifacts for GPUs, and restore them in starts. Off: this has not run on a GPU yet.",
+    )
     builds: bool = Field(
         True,
         description="Build artifacts of models, in an engine process of its own, while there is no demand. Needs the secret `cluster-key`.",

@@ -142,6 +142,8 @@ class Worker:
         self._delivery.fail(WorkerLost.code, "the worker ends")
         await self._delivery.drain()
         await self.core.engine.stop()
+        if self.artifacts is not None:
+            self.artifacts.close()
         if self._watch is not None:
             await self._watch.stop()
 

@@ -292,7 +292,10 @@ class RestoredGraphs:
 
     def _opened(self) -> GraphDevice:
         assert self._memory is not None
+        assert self._steps is not None
         archive = self._read()
+        # Kernels are loaded at their first use, which is not to be a step's.
+        digest_of(torch.zeros_like(self._steps.logits(1)))
         try:
             device = self._open(self._memory, archive)
         except AddressTaken as error:
