@@ -119,9 +119,13 @@ class Artifacts:
     def __init__(
         self, core: WorkerCore, store: ObjectStore, cluster_key: str | None, *, graphs: bool = False
     ) -> None:
-        """Finds nothing without the cluster's key: signatures cannot be checked then.
+        """Knows of none yet.
 
-        ``graphs``: engines restore those of artifacts.
+        Args:
+            core: the worker's.
+            store: where artifacts lie.
+            cluster_key: their signatures'; without it nothing is found, for none can be checked.
+            graphs: engines restore those of artifacts.
         """
         self._with_graphs = graphs
         self._core = core
