@@ -48,7 +48,9 @@ class HeldTable:
 
     @property
     def unproven(self) -> tuple[InstanceId, ...]:
-        """See ``Stages.unproven``: asked for with every step."""
+        """Instances of which every part is in its place, and it has not been found yet that all of
+        them were whole when they were copied. Asked for with every step.
+        """
         return tuple([one for one, held in self._held.items() if held.unproven])
 
     @property
@@ -102,6 +104,15 @@ class HeldTable:
         self._core.table.shares.begin(hold.instance_id, held.since_s)
         self._core.room_changed.set()
         return held
+
+    def rename(self, held: Held, hold: Hold) -> None:
+        """A stage is another instance's from now on."""
+        old_id = held.hold.instance_id
+        del self._held[old_id]
+        self._core.table.instance_gone(old_id)
+        held.hold, held.since_s = hold, self._core.clock.monotonic_s()
+        self._held[hold.instance_id] = held
+        self._core.changed.set()
 
     def move(self, held: Held, event: HeldEvent) -> None:
         """Take a stage through the table of states; one that has ended is held no longer."""

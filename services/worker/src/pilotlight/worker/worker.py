@@ -33,6 +33,7 @@ from pilotlight.common.messages.pipelines import (
     PipelineLeft,
     StageConnected,
     StageGrown,
+    StageRenamed,
 )
 from pilotlight.common.waiting import every
 from pilotlight.policy.cluster import (
@@ -283,8 +284,11 @@ class Worker:
                 self.stages.on_growth(event)
             case StageRefused():
                 self.stages.on_growth(event)
+                self.stages.renames.on_refused(event)
                 self.stages.lending.on_refused(event)
                 self._groups.on_refused(event)
+            case StageRenamed():
+                self.stages.renames.on_renamed(event)
             case StageResized():
                 self.stages.lending.on_resized(event)
             case StageConnected():
@@ -309,7 +313,7 @@ class Worker:
         self.core.metrics.stepped(step)
         if step.waiting and self.stages.lending.more_tokens:
             self.stages.lending.press()
-        if self._delivery.take(step.produced, sampled, self.stages.unproven):
+        if self._delivery.take(step.produced, sampled, self.stages.held.unproven):
             self.stages.on_requests_ended()
 
     def _on_begun(self, instance_id: InstanceId) -> None:

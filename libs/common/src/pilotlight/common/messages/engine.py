@@ -11,8 +11,10 @@ from pilotlight.common.messages.pipelines import (
     ExtendStage,
     OpenDoor,
     PipelineLeft,
+    RenameStage,
     StageConnected,
     StageGrown,
+    StageRenamed,
     VouchStage,
 )
 from pilotlight.common.messages.pool import TensorPlace
@@ -172,6 +174,7 @@ ToEngine = (
     | ResizeStage
     | ExportKv
     | ReleaseRequest
+    | RenameStage
 )
 CommandFrame = Timed[ToEngine]
 """What the engine child reads."""
@@ -372,6 +375,7 @@ FromEngine = (
     | PipelineLeft
     | KvExported
     | RequestReleased
+    | StageRenamed
 )
 EventFrame = Timed[FromEngine]
 """What the worker reads."""
