@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import HostPoolFull, PilotlightError
 from pilotlight.common.messages.room import RESERVE_SUBJECT, Reserve, Reserved
 from pilotlight.common.waiting import cancel_all
@@ -46,6 +47,7 @@ class Rig:
             book=self.book,
             room=RoomClient(self.bus, Epoch(1), self, lambda _: ()),
             effects=self,
+            clock=SystemClock(),
             spawn=lambda work, name: self.tasks.append(asyncio.create_task(work, name=name)),
             wake=self.woken.set,
         )

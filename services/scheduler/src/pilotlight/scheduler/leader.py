@@ -143,11 +143,11 @@ class Term:
             clock=self._clock,
             effects=self,
         )
-
         self._grower = Grower(
             book=self.book,
             room=self._room,
             effects=self,
+            clock=self._clock,
             spawn=lambda work, name: self._group.create_task(work, name=name),
             wake=term_context.wake.set,
         )
@@ -241,9 +241,7 @@ class Term:
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
-        """After a reconnect the buckets may be empty: a gateway that starts then would not know of
-        what serves.
-        """
+        """After a reconnect the buckets may be empty, for gateways that start then."""
         if self._shown_after != self._world.reconnects:
             self._shown_after = self._world.reconnects
             for record in self.book.rows():
@@ -297,6 +295,8 @@ class Term:
                 self._requests.warmed(after.model)
         for drain in plan.drain:
             await self._drain(drain)
+        for retarget in plan.retarget:
+            await self._applier.retarget(retarget)
         for growth in self._grower.take():
             await self._applier.apply(growth.change, growth.decision)
             self._metrics.decided("consolidation", "started")

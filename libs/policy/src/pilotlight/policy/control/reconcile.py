@@ -293,7 +293,7 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
         state_since_s=before.state_since_s if stays else now_s,
         last_used_s=now_s if state in SERVING and not stays else before.last_used_s,
         in_flight=0 if state in ENDED else before.in_flight,
-        reason=change.reason,
+        reason=before.reason if stays else change.reason,
         served=before.served or state in SERVING,
         targets=before.targets if change.targets is None else change.targets,
     )
