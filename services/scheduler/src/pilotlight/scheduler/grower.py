@@ -17,10 +17,10 @@ from pilotlight.common.errors import CapacityError, TransientError
 from pilotlight.common.ids import new_decision_id
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.growing import growth_of
 from pilotlight.policy.control.plan import GrowOrder
 from pilotlight.policy.control.reconcile import Change
 from pilotlight.policy.ids import Generation, GrantId, InstanceId, WorkerId
-from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.effects import Effects
@@ -168,29 +168,18 @@ def _growth(
         granted: Grants by worker. A placement without one stays as it was, and no instance is
             promised for it any more.
     """
-    before = {one.worker_id: one for one in seen.placements}
+    change = growth_of(order, seen, record.model, granted)
     placements = tuple(
-        replace(one, grant_id=granted[one.worker_id])
-        if one.worker_id in granted
-        else before[one.worker_id]
-        for one in order.placements
+        replace(one, grant_id=granted.get(one.worker_id, one.grant_id)) for one in change.placements
     )
-    whole = record.model.spec.whole
-    targets = sum(one.stage == whole for one in placements)
+    change = replace(change, placements=placements)
+    before = {one.worker_id: one for one in seen.placements}
     refused = [
         one.worker_id
         for one in order.placements
         if one != before[one.worker_id] and one.worker_id not in granted
     ]
     reasons = (order.reason, *(f"{one} has not got the room" for one in refused))
-    begins = seen.state is InstanceState.READY
-    change = Change(
-        instance_id=seen.instance_id,
-        events=(InstanceEvent.CONSOLIDATION_STARTED,) if begins else (),
-        reason=order.reason,
-        placements=placements if granted else (),
-        targets=max(1, targets),
-    )
     decision = Decision(
         decision_id=new_decision_id(),
         kind="consolidation",

@@ -1,14 +1,15 @@
 """Groups that become whole instances (ParaServe, section 6; decision 32)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import GrowOrder
+from pilotlight.policy.control.reconcile import Change
 from pilotlight.policy.control.splitting import taker_of
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import WorkerId
-from pilotlight.policy.instance import SERVING
+from pilotlight.policy.instance import SERVING, InstanceEvent
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 
@@ -74,6 +75,32 @@ def plan_growth(records: Iterable[Record], room: Room = no_room) -> tuple[GrowOr
             )
         )
     return tuple(orders)
+
+
+def growth_of(
+    order: GrowOrder, seen: Instance, model: Model, granted: Container[WorkerId]
+) -> Change:
+    """What is written when the room for an order was asked for.
+
+    Args:
+        order: What was to be.
+        seen: The group.
+        model: Its model.
+        granted: Workers that got their room. The others stay as they were, and no instance is
+            promised for them any more.
+    """
+    before = {one.worker_id: one for one in seen.placements}
+    placements = tuple(
+        one if one.worker_id in granted else before[one.worker_id] for one in order.placements
+    )
+    begins = seen.state is InstanceState.READY
+    return Change(
+        instance_id=seen.instance_id,
+        events=(InstanceEvent.CONSOLIDATION_STARTED,) if begins else (),
+        reason=order.reason,
+        placements=placements if placements != seen.placements else (),
+        targets=max(1, sum(one.stage == model.spec.whole for one in placements)),
+    )
 
 
 def most_targets(instance: Instance, model: Model, room: Room) -> int:
