@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def system() -> Iterator[RunningSystem]:
 
 def added(system: RunningSystem, model: str, folder: Path, slo_ms: float = SLO_MS) -> None:
     """In float32, so that stages round as one worker does."""
-    slo = ("--ttft-ms", str(slo_ms), "--dtype", "float32")
+    slo = ("--ttft-ms", str(slo_ms), "--dtype", "float32", "--max-instances", "3")
     system.cli("model", "add", model, str(folder), *slo)
 
 
@@ -86,6 +87,17 @@ def held(system: RunningSystem) -> dict[str, list[str]]:
     with system.admin() as admin:
         workers = admin.get("/workers").json()["workers"]
     return {one["worker_id"]: [stage["instance_id"] for stage in one["held"]] for one in workers}
+
+
+def pid_of(system: RunningSystem, module: str) -> int:
+    """The process of a service."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            arguments = (status.parent / "cmdline").read_bytes().split(b"\0")
+            if parent == system.process.pid and module.encode() in arguments:
+                return int(status.parent.name)
+    raise AssertionError(f"{module} does not run")
 
 
 def burst(
@@ -146,7 +158,7 @@ def test_another_leader_goes_on_where_the_one_before_died(
             lambda: [one for one in instances(system, "led") if one["state"] == "consolidating"],
             60.0,
         )
-        os.kill(system.pid_of("scheduler"), signal.SIGKILL)
+        os.kill(pid_of(system, "pilotlight.scheduler"), signal.SIGKILL)
         assert [one.result() for one in answers] == texts
         served = eventually(lambda: whole(system, "led"), 60.0)
     eventually(
