@@ -1,5 +1,5 @@
-"""A group whose workers all become instances: a burst of requests is answered by a pipeline of three
-stages, and then by several workers, in a whole system of three nodes.
+"""A group whose workers all become instances: a burst of requests is answered by a pipeline of
+three stages, and then by several workers, in a whole system of three nodes.
 """
 
 import os

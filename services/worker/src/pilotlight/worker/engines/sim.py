@@ -45,7 +45,6 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     RenameStage,
     StageConnected,
-    StageRenamed,
     VouchStage,
 )
 from pilotlight.common.phases import PhaseRecorder
@@ -163,13 +162,7 @@ class SimEngine:
         if stage is None:
             return
         self._stages[command.new_id] = self._stages.pop(command.instance_id)
-        await self._say(
-            StageRenamed(
-                instance_id=command.new_id,
-                old_id=command.instance_id,
-                kv_capacity_tokens=stage.kv_capacity_tokens,
-            )
-        )
+        await self._say(stage.renamed(command))
 
     async def resize_stage(self, command: ResizeStage) -> None:
         self._check()

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 
 from pilotlight.common.messages.engine import LoadStage
-from pilotlight.common.messages.pipelines import ExtendStage, PipelineLeft, StageGrown
+from pilotlight.common.messages.pipelines import (
+    ExtendStage,
+    PipelineLeft,
+    RenameStage,
+    StageGrown,
+    StageRenamed,
+)
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Phase
@@ -112,3 +118,11 @@ class SimStage:
         self.stage, self.target = self.target, None
         self.leads = self.leads and self.stage != self.model.spec.whole
         return (PipelineLeft(instance_id=instance_id), grown) if followed else (grown,)
+
+    def renamed(self, command: RenameStage) -> StageRenamed:
+        """What is told of another name."""
+        return StageRenamed(
+            instance_id=command.new_id,
+            old_id=command.instance_id,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+        )
