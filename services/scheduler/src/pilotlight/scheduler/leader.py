@@ -297,10 +297,11 @@ class Term:
             await self._drain(drain)
         for retarget in plan.retarget:
             await self._applier.retarget(retarget)
+        # First: the plan was made before what has its room now was written.
+        self._grower.begin(plan.grow)
         for growth in self._grower.take():
             await self._applier.apply(growth.change, growth.decision)
             self._metrics.decided("consolidation", "started")
-        self._grower.begin(plan.grow)
         for model, instance_ids in plan.evicted.items():
             self._requests.settle_evicted(model, instance_ids)
         for order in plan.start:
@@ -332,8 +333,7 @@ class Term:
             self._world.roster.expect(told, self._clock.monotonic_s())
 
     async def _drain(self, drain: Drain) -> None:
-        record = self.book.get(drain.instance_id)
-        if record is None or not record.is_row:
+        if (record := self.book.get(drain.instance_id)) is None or not record.is_row:
             return
         if drain.unless_pinned and await self._repository.is_pinned(drain.model):
             return
