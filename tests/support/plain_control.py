@@ -133,9 +133,11 @@ def plain_tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan
         *,
         explained: bool,
         ahead: bool,
+        instances: int,
     ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
-        return seen, choose_scheme(model, seen, replace(rules.scheme, evicts=not ahead), excluded)
+        asked_for = replace(rules.scheme, evicts=not ahead)
+        return seen, choose_scheme(model, seen, asked_for, excluded, instances=instances)
 
     tries = Tries(facts, memory, rules, waited_for, choose)
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)
