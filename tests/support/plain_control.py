@@ -150,11 +150,14 @@ def plain_tick(
         *,
         explained: bool,
         ahead: bool,
+        instances: int,
     ) -> tuple[Snapshot, SchemeChoice]:
         seen = draft.snapshot(asked)
         asked_rules = replace(rules.scheme, evicts=not ahead)
         known = KnownStarts(timings=facts.timings, fetches=draft.fetches)
-        return seen, choose_scheme(model, seen, asked_rules, excluded, known=known)
+        return seen, choose_scheme(
+            model, seen, asked_rules, excluded, known=known, instances=instances
+        )
 
     tries = Tries(facts, memory, rules, waited_for, choose)
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)

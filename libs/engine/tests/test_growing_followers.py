@@ -7,10 +7,10 @@ from pipelines import INSTANCE, MemoryPipeline, cuts, staged
 
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.memory import parameter_bytes
-from pilotlight.engine.errors import BadCheckpoint, StageBusy
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, StageBusy
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline import lead
-from pilotlight.policy.ids import RequestId
+from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
 
@@ -162,6 +162,35 @@ def test_the_leader_takes_over_all_layers_of_a_stage_that_was_to_grow(checkpoint
         lambda: all(runs.engine._stages[INSTANCE].pipeline is None for runs in pipeline.drivers)
     )
     assert all(runs.engine.serves(INSTANCE) for runs in pipeline.drivers)
+    assert pipeline.finish()["0"] == model.greedy(prompts[2], 60)
+
+
+def test_stages_that_have_become_whole_take_other_names(checkpoint, driver, prompts):
+    """Of a pipeline of four whose requests go on at the lead; each answers as the model does."""
+    model, other = checkpoint("llama", 1), InstanceId("other")
+    pipeline = staged(driver, model, cuts(4, 4))
+    pipeline.lead.add("0", prompts[2], max_tokens=60)
+    some_tokens(pipeline, "0", 3)
+    for runs in reversed(pipeline.drivers):
+        place(runs, model, extend(runs, model, model.spec.whole))
+    with pytest.raises(StageBusy):
+        pipeline.drivers[1].engine.rename(INSTANCE, other)
+    pipeline.run_until(
+        lambda: all(runs.engine._stages[INSTANCE].pipeline is None for runs in pipeline.drivers)
+    )
+    with pytest.raises(StageBusy):
+        pipeline.lead.engine.rename(INSTANCE, other)
+    for number, runs in enumerate(pipeline.drivers[1:], start=1):
+        engine = runs.engine
+        with pytest.raises(BadRequest):
+            engine.rename(INSTANCE, INSTANCE)
+        engine.rename(INSTANCE, other)
+        assert engine.serves(other)
+        assert not engine.serves(INSTANCE)
+        engine.rename(other, INSTANCE)
+        runs.capacity_tokens = engine.kv_capacity_tokens(INSTANCE)
+        runs.add("0", prompts[number], max_tokens=20)
+        assert runs.finish()["0"] == model.greedy(prompts[number], 20)
     assert pipeline.finish()["0"] == model.greedy(prompts[2], 60)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pilotlight.common.bus import Bus
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.errors import HostPoolFull, PilotlightError
 from pilotlight.common.messages.room import RESERVE_SUBJECT, Reserve, Reserved
 from pilotlight.common.waiting import cancel_all
@@ -36,6 +37,7 @@ class Rig:
     bus: Bus
     book: Book = field(default_factory=Book)
     refusals: list[PilotlightError] = field(default_factory=list[PilotlightError])
+    full: set[WorkerId] = field(default_factory=set[WorkerId])
     asked: list[Reserve] = field(default_factory=list[Reserve])
     released: list[GrantId] = field(default_factory=list[GrantId])
     tasks: list[asyncio.Task[None]] = field(default_factory=list["asyncio.Task[None]"])
@@ -46,6 +48,7 @@ class Rig:
             book=self.book,
             room=RoomClient(self.bus, Epoch(1), self, lambda _: ()),
             effects=self,
+            clock=SystemClock(),
             spawn=lambda work, name: self.tasks.append(asyncio.create_task(work, name=name)),
             wake=self.woken.set,
         )
@@ -54,6 +57,8 @@ class Rig:
         self.asked.append(ask)
         if self.refusals:
             raise self.refusals.pop(0)
+        if ask.worker_id in self.full:
+            raise HostPoolFull("the pool is full")
         return Reserved(grant_id=GrantId(f"grown-{len(self.asked)}"))
 
     # Effects.
@@ -151,3 +156,41 @@ async def test_nothing_more_is_asked_for_a_group_that_fails(rig: Rig) -> None:
     await rig.woken.wait()
     (growth,) = rig.grower.take()
     assert growth.change.events == (InstanceEvent.CONSOLIDATION_STARTED,)
+
+
+def become_two(rig: Rig, **changes: object) -> None:
+    """Both workers have the room, and are to be instances."""
+    one = group(rig)
+    places = tuple(replace(place, device_bytes=100) for place in one.placements)
+    one = replace(one, placements=places, targets=2, **changes)
+    rig.book.put(Record(instance=one, model=MODEL))
+
+
+async def test_each_worker_that_is_to_be_an_instance_is_asked_for(rig: Rig) -> None:
+    become_two(rig)
+    begin(rig)
+    await rig.woken.wait()
+    (growth,) = rig.grower.take()
+    assert [one.worker_id for one in rig.asked] == ["w0", "w1"]
+    after = moved(group(rig), growth.change, Epoch(1), NOW_S)
+    assert [(one.stage, one.held, one.grant_id) for one in after.placements] == [
+        (WHOLE, FRONT, "grown-1"),
+        (WHOLE, BACK, "grown-2"),
+    ]
+    assert after.targets == 2
+
+
+async def test_the_group_does_not_wait_for_room_of_the_others(rig: Rig) -> None:
+    """It is promised no instance more than it got room for, and says so."""
+    become_two(rig)
+    rig.full.add(WorkerId("w1"))
+    begin(rig)
+    await rig.woken.wait()
+    (growth,) = rig.grower.take()
+    after = moved(group(rig), growth.change, Epoch(1), NOW_S)
+    assert [one.stage for one in after.placements] == [WHOLE, BACK]
+    assert after.targets == 1
+    assert "w1 has not got the room" in growth.decision.reasons
+    rig.book.put(Record(instance=replace(after, targets=2), model=MODEL))
+    begin(rig)
+    assert len(rig.asked) == 2, "not asked again at once"

@@ -8,12 +8,19 @@ from sqlalchemy import delete, func, insert, select
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import Conflict
 from pilotlight.common.settings import DatabaseSettings
-from pilotlight.policy.ids import Epoch, Generation
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.reconcile import Change
+from pilotlight.policy.ids import Epoch, Generation, WorkerId
+from pilotlight.policy.instance import InstanceEvent
+from pilotlight.policy.model import Stage
 from pilotlight.policy.plan import Instance, InstanceState
-from pilotlight.policy.testing import instance
+from pilotlight.policy.testing import instance, model
+from pilotlight.scheduler.applier import Applier
+from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.repository import SchedulerRepository
 
@@ -40,7 +47,7 @@ async def stored(database: Database, one: Instance) -> None:
         "state": one.state.value,
         "generation": one.generation,
         "epoch": one.epoch,
-        "body": {},
+        "body": to_row_json(one),
         "created_at": func.now(),
         "updated_at": func.now(),
     }
@@ -73,3 +80,67 @@ async def test_a_row_moves_only_from_what_was_seen(
         generation = (await connection.execute(select(tables.instances.c.generation))).scalar_one()
     assert generation == (now.generation if seen else after.generation)
     await lease.give_back(epoch)
+
+
+async def test_instances_that_a_group_became_are_read_by_the_next_leader(
+    database: Database,
+) -> None:
+    """With their model, from the decision that made them; the group as it is from then on."""
+    before = replace(
+        instance(state=InstanceState.CONSOLIDATING), generation=Generation(2), epoch=Epoch(4)
+    )
+    places = tuple(
+        replace(before.placements[0], worker_id=WorkerId(f"w{at}"), held=part)
+        for at, part in enumerate((Stage(0, 2), Stage(2, 4)))
+    )
+    before = replace(before, placements=places, targets=2)
+    await stored(database, before)
+    lease = Lease(database, "leader")
+    epoch = await lease.take(Epoch(5))
+    assert epoch is not None
+    clock = SystemClock()
+    book, effects = Book(), Unheard()
+    book.put(Record(instance=before, model=model()))
+    repository = SchedulerRepository(database, Fence(database, "leader", epoch), clock)
+    applier = Applier(
+        epoch=epoch,
+        clock=clock,
+        book=book,
+        repository=repository,
+        publisher=effects,  # type: ignore[arg-type]
+        cold_starts=effects,  # type: ignore[arg-type]
+        effects=effects,  # type: ignore[arg-type]
+    )
+    change = Change(
+        instance_id=before.instance_id,
+        events=(InstanceEvent.CONSOLIDATION_DONE,),
+        reason="a worker has the whole model",
+        placements=places[:1],
+        become=places[1:],
+        targets=1,
+    )
+    await applier.apply(change)
+    found = {one.instance.instance_id: one for one in (await repository.load()).instances}
+    (new,) = (one for name, one in found.items() if name != before.instance_id)
+    assert new.model.digest == before.digest
+    assert (new.instance.lead, new.instance.state) == ("w1", InstanceState.FETCHING)
+    assert new.instance.placements[0].grown_from == before.instance_id
+    assert {one.instance.instance_id for one in book.rows()} == {before.instance_id, *found}
+    assert effects.published == {*found, before.instance_id}
+    await lease.give_back(epoch)
+
+
+class Unheard:
+    """Who is told of what became of instances."""
+
+    def __init__(self) -> None:
+        self.published = set[str]()
+
+    def publish(self, one: Instance, _: object = None) -> None:
+        self.published.add(one.instance_id)
+
+    def is_awaited(self, _: str) -> bool:
+        return False
+
+    def release(self, _: str) -> None:
+        """Grants are not looked at here."""

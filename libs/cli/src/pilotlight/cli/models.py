@@ -184,8 +184,8 @@ def verify(client: AdminClient, name: str, timeout_s: float, *, as_json: bool) -
 
 
 def _told_state(instance: Mapping[str, Any], transfers: Sequence[Mapping[str, Any]]) -> str:
-    """With the number of its stages where it has several, and how much of the model a stage that
-    grows has fetched.
+    """With the number of its stages where it has several, how many instances it is to become, and
+    how much of the model the stages that grow have fetched.
     """
     placements = instance["body"]["placements"]
     if len(placements) < 2:
@@ -201,6 +201,8 @@ def _told_state(instance: Mapping[str, Any], transfers: Sequence[Mapping[str, An
         if one["node_id"] in grows and one["digest"] == instance["body"]["digest"]
     ]
     told = [f"{len(placements)} stages"]
+    if (targets := instance["body"].get("targets", 1)) > 1:
+        told.append(f"to become {targets} instances")
     if total := sum(one["total_bytes"] for one in coming):
         done = min(sum(one["done_bytes"] for one in coming), total)
         told.append(f"{done / total:.0%} of the rest fetched")

@@ -20,6 +20,7 @@ def said(plan: Plan) -> list[str]:
         shown = ", ".join(f"{one.worker_id}[{one.stage.start}:{one.stage.stop}]" for one in places)
         lines.append(f"start {order.model.name} on {shown}: {order.choice.reason}")
     lines += [f"refuse {one.model}: {one.code}: {one.message}" for one in plan.refuse]
+    lines += [f"retarget {one.instance_id}: {one.reason}" for one in plan.retarget]
     lines += [f"grow {one.instance_id}: {one.reason}" for one in plan.grow]
     return lines
 
@@ -34,6 +35,7 @@ def digest_of(plan: Plan) -> bytes:
             (one.model.name, one.reason, one.choice, one.demand_seen_s, one.ahead)
             for one in plan.start
         ],
+        plan.retarget,
         plan.grow,
         [(one.model, one.code, one.message, one.reasons, one.record) for one in plan.refuse],
     ]

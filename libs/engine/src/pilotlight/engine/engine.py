@@ -239,11 +239,13 @@ class Engine:
         return extension.begin(self._stages.held(instance_id), stage, device_bytes)
 
     def call_off(self, instance_id: InstanceId) -> bool:
-        """Ends an ``extend`` whose parts cannot be had; False if there is none that leaves a stage
-        that works.
-        """
+        """As ``extension.call_off``; False of a stage that is not held."""
         resident = self._stages.get(instance_id)
         return resident is not None and extension.call_off(resident)
+
+    def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
+        """See ``HeldStages.rename``."""
+        self._stages.rename(instance_id, new_id)
 
     def connect(
         self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.heap import give_back_heap
-from pilotlight.engine.errors import UnknownInstance
+from pilotlight.engine.errors import BadRequest, StageBusy, UnknownInstance
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.request import RequestKey
@@ -63,6 +63,22 @@ class HeldStages(dict[InstanceId, ResidentStage]):
                 self[instance_id] = self.pop(instance_id)
                 return resident
         return None
+
+    def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
+        """Gives a whole model that is in no pipeline another name, with all that it has.
+
+        Raises:
+            UnknownInstance: it is not held.
+            StageBusy: requests are in flight on it, or it is one of a pipeline, or grows.
+            BadRequest: it is no whole model, or the new name is taken.
+        """
+        resident = self.held(instance_id)
+        if resident.pipeline is not None or resident.target is not None or resident.in_flight:
+            raise StageBusy(f"{instance_id} runs in a pipeline, grows, or has requests")
+        if not resident.serves or new_id in self:
+            raise BadRequest(f"{instance_id} cannot be {new_id}: it is no whole model, or that is")
+        resident.instance_id = new_id
+        self[new_id] = self.pop(instance_id)
 
     def free(self, instance_id: InstanceId) -> None:
         """Gives a stage's memory back; it is held no longer."""

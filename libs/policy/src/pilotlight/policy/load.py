@@ -19,6 +19,11 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, Snapshot
 
 
+def promised(instances: Iterable[Instance]) -> int:
+    """How many instances some are, or are to become: a group stands for its targets."""
+    return sum(max(1, one.targets) for one in instances)
+
+
 def carried(instances: Iterable[Instance]) -> tuple[int, int]:
     """How many of some instances serve, and the requests that run on them."""
     serving = [one for one in instances if one.state in SERVING]

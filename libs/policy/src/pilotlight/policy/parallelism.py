@@ -68,6 +68,8 @@ class SchemeChoice:
     """The scheme, or why there is none."""
 
     scheme: Scheme | None
+    instances: int = 1
+    """That its group is to become."""
     meets_slo: bool = False
     needs_eviction: bool = False
     eviction: EvictionPlan | None = None
@@ -91,6 +93,7 @@ def choose_scheme(
     excluding: frozenset[WorkerId] = frozenset(),
     fleet: Fleet | None = None,
     known: KnownStarts | None = None,
+    instances: int = 1,
 ) -> SchemeChoice:
     """Choose how to start a model that has too few instances.
 
@@ -106,6 +109,7 @@ def choose_scheme(
         excluding: Workers that have just refused, or are left to others.
         fleet: All workers, in numbers; None: the snapshot's are all.
         known: What was learned, and the fetches that run; for a policy alone.
+        instances: How many more the model is to have; for a policy alone.
 
     1. no worker has room and none can be made: no scheme
     2. predict the time to first token on every candidate
@@ -116,7 +120,14 @@ def choose_scheme(
     whole = model.spec.whole
     if rules.choice is not None:
         return _by_policy(
-            model, snapshot, rules, rules.choice, excluding, fleet, known or KnownStarts()
+            model,
+            snapshot,
+            rules,
+            rules.choice,
+            excluding,
+            fleet,
+            known or KnownStarts(),
+            instances,
         )
     found = _candidates(model, whole, snapshot, rules, excluding)
     if not found.fitting and not found.makeable:  # 1
@@ -191,6 +202,7 @@ def _by_policy(
     excluding: frozenset[WorkerId],
     fleet: Fleet | None,
     known: KnownStarts,
+    instances: int,
 ) -> SchemeChoice:
     """What a policy of ``coldstart`` chooses.
 
@@ -202,6 +214,7 @@ def _by_policy(
         excluding: Workers that may not be chosen.
         fleet: All workers, in numbers.
         known: What was learned, and the fetches that run.
+        instances: How many more the model is to have.
     """
     if model.spec.pooling is not None:
         # Vectors and scores are made by whole models alone.
@@ -212,7 +225,8 @@ def _by_policy(
     fleet = fleet or Fleet.of(snapshot.workers)
     if not found.fitting and not found.makeable:
         return _none(model, fleet, found.rejected, least)
-    chosen = choose_with(model, (*found.fitting, *found.makeable), snapshot, choice, known)
+    workers = (*found.fitting, *found.makeable)
+    chosen = choose_with(model, workers, snapshot, choice, known, instances)
     if chosen is None:
         none = _none(model, fleet, found.rejected, least)
         return replace(none, reason=f"{none.reason}, or what runs there would be late")
@@ -222,15 +236,17 @@ def _by_policy(
             model, model.spec.whole, chosen.candidates[0], snapshot, rules.placement
         )
     places = ", ".join(one.worker_id for one in scheme.placements)
+    become = f", and become {chosen.instances} instances" if chosen.instances > 1 else ""
     return SchemeChoice(
         scheme=scheme,
+        instances=chosen.instances,
         meets_slo=chosen.meets_slo,
         needs_eviction=chosen.evicts,
         eviction=eviction,
         considered=(scheme, *chosen.alternatives),
         rejected=found.rejected,
         reason=f"{choice.policy.value}: {places} give the first token in "
-        f"{scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s",
+        f"{scheme.predicted_ttft_s:.2f} s, the SLO is {model.slo.ttft_ms / 1000:.2f} s{become}",
     )
 
 

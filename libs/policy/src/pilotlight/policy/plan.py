@@ -62,6 +62,9 @@ class Placement:
     (``policy.multicast``). Empty: nobody."""
     held: Stage | None = None
     """While its instance consolidates: the range that the worker has already. None: nothing yet."""
+    grown_from: InstanceId | None = None
+    """The instance in whose group the worker had a stage, which has grown to the whole model: the
+    worker has all that it needs (``control.splitting``). None: it was loaded for this instance."""
     source: str = ""
     """Where its node takes what it misses from: another node, its disk, or what the model was
     registered from. Empty: nothing was missing, or the start did not choose."""
@@ -109,6 +112,9 @@ class Instance:
     """While it drains: how long its requests may run on before they go on elsewhere. None: until
     they end."""
     role: InstanceRole = InstanceRole.BOTH
+    targets: int = 1
+    """How many instances its group is to become, itself among them; 1 where it is none, or they
+    are."""
 
     @property
     def lead(self) -> WorkerId:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.instance import SERVING, STARTING
-from pilotlight.policy.load import carried, expected_requests, further_requests
+from pilotlight.policy.load import carried, expected_requests, further_requests, promised
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
@@ -111,7 +111,8 @@ def plan_scaling(
        the one with the fewest requests, and the next one goes a keep-alive time later
     5. wanted: one instance for every ``instance_requests`` that wait, or are expected until it
        serves (``expected_requests``), at least ``min_instances``, at most ``max_instances``; what
-       starts already counts, so one start is under way for each such share of these requests.
+       starts already counts, so one start is under way for each such share of these requests. A
+       group counts as the instances that it is to become (``targets``).
        Where none waits, one more if those that serve have more than ``low_load``, and will have
        more than they carry before it serves (``load.further_requests``)
     6. no start while an instance that has just become ready takes over the held requests, or the
@@ -190,10 +191,15 @@ def _shrink(
         idle_s = instance.idle_s(now_s)
         if len(left) <= bounds.min_instances:
             break
-        if instance.state in STARTING:  # 3
+        if instance.state in STARTING and instance.placements[0].grown_from is None:  # 3
             if idle_s >= rules.cancel_after_s and not _is_busy(left, rules):
                 drain(instance, f"nobody has waited for it for {idle_s:.1f} s")
-        elif instance.in_flight == 0 and idle_s >= bounds.keep_alive_s and not model.pinned:  # 4
+        elif (
+            instance.state in SERVING
+            and instance.in_flight == 0
+            and idle_s >= bounds.keep_alive_s
+            and not model.pinned
+        ):  # 4
             drain(
                 instance,
                 f"idle for {idle_s:.1f} s, it is kept for {bounds.keep_alive_s:g} s",
@@ -269,12 +275,13 @@ def _grow(
 ) -> None:
     """Rules 5 to 7."""
     bounds = model.scaling
-    starting = sum(instance.state in STARTING for instance in left)
+    total = promised(left)
+    starting = total - sum(instance.state in SERVING for instance in left)
     waiting = demand.waiting if demand is not None else 0
     expected = expected_requests(model, snapshot) if rules.forecast and waiting > 0 else 0.0
     for_demand = math.ceil((waiting + expected) / rules.instance_requests) - starting
     ahead = False
-    may_grow = rules.forecast and waiting == 0 and len(left) < bounds.max_instances
+    may_grow = rules.forecast and waiting == 0 and total < bounds.max_instances
     if may_grow and _is_busy(left, rules):
         draft.busy.add(model.name)
         serving, requests = carried(left)
@@ -282,9 +289,7 @@ def _grow(
         room = rules.instance_requests * (serving + starting)
         ahead = requests + expected > room
         for_demand = 1 if ahead else 0
-    count = min(
-        max(for_demand, bounds.min_instances - len(left)), bounds.max_instances - len(left)
-    )  # 5
+    count = min(max(for_demand, bounds.min_instances - total), bounds.max_instances - total)  # 5
     if count <= 0:
         if waiting > 0 and starting == 0:
             draft.held.append(
@@ -293,7 +298,7 @@ def _grow(
                 )
             )
         return
-    for_minimum = len(left) < bounds.min_instances
+    for_minimum = total < bounds.min_instances
     settling = any(
         one.state in SERVING and snapshot.now_s - one.state_since_s < rules.settle_s for one in left
     )

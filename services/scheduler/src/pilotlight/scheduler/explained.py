@@ -61,6 +61,7 @@ def outcome_of(choice: SchemeChoice) -> dict[str, Any]:
     """What was chosen, what it was compared with, and what is predicted."""
     return {
         "scheme": None if choice.scheme is None else _scheme(choice.scheme, whole=True),
+        "instances": choice.instances,
         "meets_slo": choice.meets_slo,
         "needs_eviction": choice.needs_eviction,
         "expected_eviction": to_row_json(choice.eviction),

@@ -1,24 +1,26 @@
-"""Consolidation: asks for the room of a group's longer stage, and says when it may be written
+"""Consolidation: asks for the room of a group's longer stages, and says when it may be written
 down.
 
 Which group is to become what is control's (``policy.control.growing``).
 """
 
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
+from pilotlight.common.clock import Clock
 from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.errors import CapacityError, TransientError
 from pilotlight.common.ids import new_decision_id
 from pilotlight.common.waiting import Backoff, pause
+from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.growing import growth_of
 from pilotlight.policy.control.plan import GrowOrder
 from pilotlight.policy.control.reconcile import Change
-from pilotlight.policy.ids import Generation, GrantId, InstanceId
-from pilotlight.policy.instance import InstanceEvent
+from pilotlight.policy.ids import Generation, GrantId, InstanceId, WorkerId
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.effects import Effects
@@ -29,6 +31,10 @@ log = structlog.get_logger()
 
 BACKOFF = Backoff(first_s=0.25, limit_s=5.0)
 """Between two tries: what fills the pool or the device may leave. The group serves meanwhile."""
+
+
+DENIED_S = 5.0
+"""After a refusal that a group need not wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +57,28 @@ class Grower:
     book: Book
     room: RoomClient
     effects: Effects
+    clock: Clock
     spawn: Callable[[Coroutine[Any, Any, None], str], object]
     """Owns a task of the term."""
     wake: Callable[[], None]
     _asking: set[InstanceId] = field(default_factory=set[InstanceId])
+    _denied: dict[InstanceId, float] = field(default_factory=dict[InstanceId, float])
+    """Until when no more workers of a group are asked for, since one had no room."""
     _granted: list[Growth] = field(default_factory=list[Growth])
     _rng: random.Random = field(default_factory=random.Random)
 
     def begin(self, orders: Iterable[GrowOrder]) -> None:
         """Ask for the room of groups for which that is not under way."""
+        now_s = self.clock.monotonic_s()
+        self._denied = {one: until_s for one, until_s in self._denied.items() if until_s > now_s}
         for order in orders:
             record = self.book.get(order.instance_id)
             if record is None or not record.is_row or order.instance_id in self._asking:
                 continue
-            if record.instance.state is InstanceState.READY:
+            instance = record.instance
+            if instance.state is InstanceState.READY or instance.instance_id not in self._denied:
                 self._asking.add(order.instance_id)
-                self.spawn(self._ask(order, record.instance), f"grow {order.instance_id}")
+                self.spawn(self._ask(order, instance), f"grow {order.instance_id}")
 
     def take(self) -> tuple[Growth, ...]:
         """What has its room and may be written down now. Room of groups that have changed meanwhile
@@ -84,7 +96,8 @@ class Grower:
         return tuple(fresh)
 
     async def _ask(self, order: GrowOrder, seen: Instance) -> None:
-        """Until there is room, or the group is another one.
+        """Until there is room for the lead, or the group is another one. Of the others, each is
+        asked for once: those that are refused stay what they are.
 
         Raises:
             NotLeader: the term is over.
@@ -92,48 +105,81 @@ class Grower:
         record = self.book.get(order.instance_id)
         assert record is not None, "a group that is a row stays in the books until it has ended"
         before = {one.worker_id: one for one in seen.placements}
-        longer = next(one for one in order.placements if one != before.get(one.worker_id))
+        asked = [one for one in order.placements if one != before.get(one.worker_id)]
+        taker = asked[0] if seen.state is InstanceState.READY else None
+        granted: dict[WorkerId, GrantId] = {}
         attempt = 0
-        while self._is_as_seen(seen):
-            # The grant is of the generation that the change will make.
-            later = replace(seen, generation=Generation(seen.generation + 1))
-            try:
-                answer = await self.room.reserve(later, record.model, longer)
-            except (TransientError, CapacityError) as error:
-                if attempt == 0:
-                    log.info(
-                        "a group waits for room to become one worker",
-                        action="growth_waits",
-                        instance_id=seen.instance_id,
-                        code=error.code,
-                        error=error.message,
-                    )
+        while taker is not None and not granted and self._is_as_seen(seen):
+            grant_id = await self._room_for(seen, record, taker, quiet=attempt > 0)
+            if grant_id is None:
                 await pause(BACKOFF.delay_s(attempt, self._rng))
                 attempt += 1
-                continue
-            self._granted.append(_growth(order, seen, longer, answer.grant_id))
+            else:
+                granted[taker.worker_id] = grant_id
+        for one in asked:
+            if one is not taker and self._is_as_seen(seen):
+                grant_id = await self._room_for(seen, record, one)
+                if grant_id is None:
+                    self._denied[seen.instance_id] = self.clock.monotonic_s() + DENIED_S
+                else:
+                    granted[one.worker_id] = grant_id
+        if granted or self._is_as_seen(seen):
+            self._granted.append(_growth(order, seen, record, granted))
             self.wake()
-            return
-        self._asking.discard(seen.instance_id)
+        else:
+            self._asking.discard(seen.instance_id)
+
+    async def _room_for(
+        self, seen: Instance, record: Record, longer: Placement, *, quiet: bool = False
+    ) -> GrantId | None:
+        """The grant, of the generation that the change will make; None where it was refused."""
+        later = replace(seen, generation=Generation(seen.generation + 1))
+        try:
+            return (await self.room.reserve(later, record.model, longer)).grant_id
+        except (TransientError, CapacityError) as error:
+            if not quiet:
+                log.info(
+                    "a group waits for room to become whole instances",
+                    action="growth_waits",
+                    instance_id=seen.instance_id,
+                    worker_id=longer.worker_id,
+                    code=error.code,
+                    error=error.message,
+                )
+            return None
 
     def _is_as_seen(self, seen: Instance) -> bool:
         record = self.book.get(seen.instance_id)
         if record is None:
             return False
         now = record.instance
-        return now.state is InstanceState.READY and now.generation == seen.generation
+        return now.state is seen.state and now.generation == seen.generation
 
 
-def _growth(order: GrowOrder, seen: Instance, longer: Placement, grant_id: GrantId) -> Growth:
+def _growth(
+    order: GrowOrder, seen: Instance, record: Record, granted: Mapping[WorkerId, GrantId]
+) -> Growth:
+    """What is written when the room was asked for.
+
+    Args:
+        order: What was to be.
+        seen: The group.
+        record: With its model.
+        granted: Grants by worker. A placement without one stays as it was, and no instance is
+            promised for it any more.
+    """
+    change = growth_of(order, seen, record.model, granted)
     placements = tuple(
-        replace(one, grant_id=grant_id) if one is longer else one for one in order.placements
+        replace(one, grant_id=granted.get(one.worker_id, one.grant_id)) for one in change.placements
     )
-    change = Change(
-        instance_id=seen.instance_id,
-        events=(InstanceEvent.CONSOLIDATION_STARTED,),
-        reason=order.reason,
-        placements=placements,
-    )
+    change = replace(change, placements=placements)
+    before = {one.worker_id: one for one in seen.placements}
+    refused = [
+        one.worker_id
+        for one in order.placements
+        if one != before[one.worker_id] and one.worker_id not in granted
+    ]
+    reasons = (order.reason, *(f"{one} has not got the room" for one in refused))
     decision = Decision(
         decision_id=new_decision_id(),
         kind="consolidation",
@@ -141,7 +187,7 @@ def _growth(order: GrowOrder, seen: Instance, longer: Placement, grant_id: Grant
         instance_id=seen.instance_id,
         epoch=seen.epoch,
         inputs={"instance": to_row_json(seen)},
-        outcome={"placements": to_row_json(placements)},
-        reasons=(order.reason,),
+        outcome={"placements": to_row_json(placements), "targets": change.targets},
+        reasons=reasons,
     )
-    return Growth(seen=seen, change=change, decision=decision, grants=(grant_id,))
+    return Growth(seen=seen, change=change, decision=decision, grants=tuple(granted.values()))

@@ -143,11 +143,11 @@ class Term:
             clock=self._clock,
             effects=self,
         )
-
         self._grower = Grower(
             book=self.book,
             room=self._room,
             effects=self,
+            clock=self._clock,
             spawn=lambda work, name: self._group.create_task(work, name=name),
             wake=term_context.wake.set,
         )
@@ -241,9 +241,7 @@ class Term:
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
-        """After a reconnect the buckets may be empty: a gateway that starts then would not know of
-        what serves.
-        """
+        """After a reconnect the buckets may be empty, for gateways that start then."""
         if self._shown_after != self._world.reconnects:
             self._shown_after = self._world.reconnects
             for record in self.book.rows():
@@ -297,10 +295,13 @@ class Term:
                 self._requests.warmed(after.model)
         for drain in plan.drain:
             await self._drain(drain)
+        for retarget in plan.retarget:
+            await self._applier.retarget(retarget)
+        # First: the plan was made before what has its room now was written.
+        self._grower.begin(plan.grow)
         for growth in self._grower.take():
             await self._applier.apply(growth.change, growth.decision)
             self._metrics.decided("consolidation", "started")
-        self._grower.begin(plan.grow)
         for model, instance_ids in plan.evicted.items():
             self._requests.settle_evicted(model, instance_ids)
         for order in plan.start:
@@ -332,8 +333,7 @@ class Term:
             self._world.roster.expect(told, self._clock.monotonic_s())
 
     async def _drain(self, drain: Drain) -> None:
-        record = self.book.get(drain.instance_id)
-        if record is None or not record.is_row:
+        if (record := self.book.get(drain.instance_id)) is None or not record.is_row:
             return
         if drain.unless_pinned and await self._repository.is_pinned(drain.model):
             return

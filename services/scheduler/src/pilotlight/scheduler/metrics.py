@@ -1,12 +1,13 @@
 """The scheduler's figures for Prometheus."""
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pilotlight.policy.control.focus import Visited
+from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.records import ColdStart
 
@@ -31,6 +32,11 @@ class SchedulerMetrics:
         )
         self._instances = Gauge(
             "pilotlight_instances", "Instances by state", ["state"], registry=registry
+        )
+        self._promised = Gauge(
+            "pilotlight_promised_instances",
+            "Instances that groups are to become, beside themselves",
+            registry=registry,
         )
         self._longest_wait = Gauge(
             "pilotlight_longest_wait_seconds",
@@ -75,11 +81,14 @@ class SchedulerMetrics:
         if not epoch:
             self._longest_wait.set(0)
 
-    def instances(self, instances: Iterable[Instance]) -> None:
-        """How many there are in each state."""
+    def instances(self, instances: Collection[Instance]) -> None:
+        """How many there are in each state, and are still to come of groups."""
         tally = Tally(instance.state for instance in instances)
         for state in InstanceState:
             self._instances.labels(state=state.value).set(tally[state])
+        self._promised.set(
+            sum(one.targets - 1 for one in instances if one.state in SERVING | STARTING)
+        )
 
     def waited(self, longest_s: float) -> None:
         """How long the oldest request has waited for a model that is served nowhere."""

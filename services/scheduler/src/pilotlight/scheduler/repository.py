@@ -1,5 +1,6 @@
 """The scheduler's rows. Reading is free; every write is fenced by the lease."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -185,9 +186,19 @@ class SchedulerRepository:
             await self._decide(work, decision)
 
     async def move(
-        self, before: Instance, after: Instance, decision: Decision | None = None
+        self,
+        before: Instance,
+        after: Instance,
+        decision: Decision | None = None,
+        become: Sequence[Instance] = (),
     ) -> None:
         """Change an instance, if the row still is what the change was made from.
+
+        Args:
+            before: As it was.
+            after: As it is from now on.
+            decision: That made it so.
+            become: New instances that its workers are from now on; ``decision`` planned them.
 
         Raises:
             Conflict: it is not.
@@ -212,6 +223,13 @@ class SchedulerRepository:
                 )
             if decision is not None:
                 await self._decide(work, decision)
+            for one in become:
+                await work.connection.execute(
+                    insert(table).values(**self._columns(one), created_at=_NOW)
+                )
+                workers = [place.worker_id for place in one.placements]
+                data = {"model": one.model, "decision_id": one.decision_id, "workers": workers}
+                work.emit("instance_planned", one.instance_id, data)
             kind = EVENTS.get(after.state)
             if kind is not None:
                 work.emit(kind, after.instance_id, {"model": after.model, "reason": after.reason})

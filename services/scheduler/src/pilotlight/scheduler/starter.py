@@ -80,6 +80,7 @@ class Starter:
             state_since_s=now_s,
             last_used_s=now_s,
             reason=order.reason,
+            targets=order.choice.instances,
         )
         record = Record(instance=instance, model=order.model, tentative=True)
         self.book.put(record)

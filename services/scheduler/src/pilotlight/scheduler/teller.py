@@ -138,6 +138,7 @@ def _hold_of(
         drain_within_s=hold.drain_within_s,
         trace_parent=hold.trace_parent,
         members=tuple(reached_at(one, nodes, workers, hold.instance_id) for one in hold.members),
+        grown_from=hold.grown_from,
     )
 
 

@@ -59,6 +59,8 @@ class Held:
     """The longer range that it is being given."""
     grown: asyncio.Future[StageGrown] | None = None
     """What the engine says of that."""
+    renaming: Hold | None = None
+    """The instance whose it is to be, while the engine is asked for that."""
     overdue_s: float = math.inf
     """When its requests are to go on elsewhere, if it drains."""
     unloaded: asyncio.Future[None] | None = None
@@ -95,7 +97,7 @@ class Held:
     @property
     def idle(self) -> bool:
         """Nothing is being done to it: if no request is on it, it may go."""
-        return self.state is HeldState.READY and self.growing is None
+        return self.state is HeldState.READY and self.growing is None and self.renaming is None
 
     @property
     def unproven(self) -> bool:

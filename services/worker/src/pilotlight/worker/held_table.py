@@ -113,6 +113,15 @@ class HeldTable:
         self._core.room_changed.set()
         return held
 
+    def rename(self, held: Held, hold: Hold) -> None:
+        """A stage is another instance's from now on."""
+        old_id = held.hold.instance_id
+        del self._held[old_id]
+        self._core.table.instance_gone(old_id)
+        held.hold, held.since_s = hold, self._core.clock.monotonic_s()
+        self._held[hold.instance_id] = held
+        self._core.changed.set()
+
     def move(self, held: Held, event: HeldEvent) -> None:
         """Take a stage through the table of states; one that has ended is held no longer."""
         state = step(held.state, event)

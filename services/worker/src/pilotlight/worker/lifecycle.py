@@ -103,6 +103,8 @@ class HoldPlan:
     """Held as desired under an older generation: only the number changes."""
     grow: tuple[Hold, ...] = ()
     """Held and ready, and desired with its own layers and more: it gets them while it serves."""
+    rename: tuple[Hold, ...] = ()
+    """Made of stages that are held under other names: these are theirs from now on."""
     let_go: tuple[InstanceId, ...] = ()
     """Not desired (as it is held), or to be drained."""
 
@@ -127,7 +129,9 @@ def plan(
        failed or was evicted under the older generation, or whose stage changes otherwise, is let go
        first and started when it is gone.
     6. Not held, and given up or drained at this generation or a later one (``gone``): nothing.
-    7. Not held: started if it fits beside what is resident, in the order of the command; else
+    7. Not held, but made of what is held, ready, with the same layers and not desired itself: that
+       is renamed. So is nothing else of it: what it is made of is let go, and it is loaded anew.
+    8. Not held: started if it fits beside what is resident, in the order of the command; else
        later, if something leaves.
 
     Args:
@@ -137,10 +141,16 @@ def plan(
         device_bytes: What the device has for stages.
     """
     wanted = {hold.instance_id: hold for hold in desired}
+    rename = tuple(
+        hold
+        for name, hold in wanted.items()
+        if name not in held and _is_renamed(hold, held, wanted)
+    )  # 7
+    kept = {hold.grown_from for hold in rename}
     let_go = [
         instance_id
         for instance_id, view in held.items()
-        if instance_id not in wanted and view.state is not _S.DRAINING
+        if instance_id not in wanted and instance_id not in kept and view.state is not _S.DRAINING
     ]  # 1
     renew: list[Hold] = []
     longer: list[Hold] = []
@@ -148,7 +158,9 @@ def plan(
     returning: list[Hold] = []
     for instance_id, hold in wanted.items():
         view = held.get(instance_id)
-        if view is None:  # 6; rule 7 is in _with_room
+        if view is None:  # 6; rule 8 is in _with_room
+            if hold in rename:
+                continue
             if not hold.draining and gone.get(instance_id, -1) < hold.generation:
                 missing.append(hold)
         elif view.state is _S.DRAINING:  # 5, when it is gone
@@ -174,7 +186,7 @@ def plan(
             and hold.members != view.hold.members
         ):  # 4
             renew.append(hold)
-    so_far = HoldPlan(renew=tuple(renew), grow=tuple(longer), let_go=tuple(let_go))
+    so_far = HoldPlan(renew=tuple(renew), grow=tuple(longer), rename=rename, let_go=tuple(let_go))
     return _with_room(held, so_far, missing, tuple(returning), device_bytes)
 
 
@@ -191,7 +203,7 @@ def _with_room(
     returning: tuple[Hold, ...],
     device_bytes: int,
 ) -> HoldPlan:
-    """Rules 5 and 7: what fits beside everything that still takes memory, the leaving included.
+    """Rules 5 and 8: what fits beside everything that still takes memory, the leaving included.
 
     What grows comes first.
     """
@@ -220,7 +232,23 @@ def _with_room(
         refuse=refuse,
         renew=so_far.renew,
         grow=tuple(grow),
+        rename=so_far.rename,
         let_go=so_far.let_go,
+    )
+
+
+def _is_renamed(
+    hold: Hold, held: Mapping[InstanceId, HeldView], wanted: Mapping[InstanceId, Hold]
+) -> bool:
+    """Rule 7."""
+    if hold.grown_from is None or hold.grown_from in wanted or hold.draining:
+        return False
+    view = held.get(hold.grown_from)
+    return (
+        view is not None
+        and view.state is _S.READY
+        and view.growing is None
+        and _same_stage(hold, view.hold)
     )
 
 

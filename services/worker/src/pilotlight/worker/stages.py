@@ -29,6 +29,7 @@ from pilotlight.worker.held_table import HeldTable
 from pilotlight.worker.lending import Lending
 from pilotlight.worker.lifecycle import RESIDENT, HeldEvent, drain_of, plan
 from pilotlight.worker.loading import StageLoader
+from pilotlight.worker.renaming import Renames
 from pilotlight.worker.unloads import Unloads
 
 log = structlog.get_logger()
@@ -70,6 +71,7 @@ class Stages:
         """To be read by others, and changed here alone."""
         self.lending = Lending(core, self.held, quiet=quiet, rules=rules or LendingRules())
         self._unloads = Unloads(core)
+        self.renames = Renames(core, self.held, self._unloads, self._fail_and_unload)
         self._desired: tuple[Hold, ...] | None = None
         """None until the first command: absence is never deletion."""
         self._epoch = Epoch(0)
@@ -114,6 +116,7 @@ class Stages:
                 self._start(hold, asked_s)
             for hold in todo.grow:
                 self._grow(self.held[hold.instance_id], hold)
+            self.renames.begin(todo.rename)
         for hold in todo.refuse:
             held = self.held.add(hold)
             self._fail(
@@ -206,6 +209,7 @@ class Stages:
             held.open = False
             self._core.changed.set()
         self._unload_if_idle(held)
+        self.reconcile()
 
     def on_unloaded(self, instance_id: InstanceId) -> None:
         """The engine has freed it."""
@@ -289,8 +293,7 @@ class Stages:
             error=error.message,
         )
         if held.state is HeldState.READY and broken:
-            self._fail(held, error)
-            self._unload(held)
+            self._fail_and_unload(held, error)
         elif held.state is HeldState.READY:
             held.reason = f"{error.code}: {error.message}"
             await self._loader.call_off(held.hold.instance_id, error)
@@ -315,8 +318,7 @@ class Stages:
             if held.lost:
                 raise EngineFailed("the engine ended as soon as the stage was loaded")
         except PilotlightError as error:
-            self._fail(held, error)
-            self._unload(held)
+            self._fail_and_unload(held, error)
             return
         finally:
             held.loading = held.loaded = None
@@ -328,6 +330,10 @@ class Stages:
         self._settled(held.hold.instance_id, None)
         self._core.phases.add(held.hold.instance_id, *result.phases)
         self._core.metrics.loads.labels(outcome="loaded").inc()
+
+    def _fail_and_unload(self, held: Held, error: PilotlightError) -> None:
+        self._fail(held, error)
+        self._unload(held)
 
     def _fail(self, held: Held, error: PilotlightError) -> None:
         self.held.move(held, HeldEvent.FAIL)

@@ -169,7 +169,7 @@ class Rig:
             request_id=RequestId(request_id),
             attempt=other.pop("attempt", 1),
             gateway_id=GATEWAY,
-            instance_id=INSTANCE,
+            instance_id=other.pop("instance_id", INSTANCE),
             model=ModelName("tiny"),
             prompt_ids=other.pop("prompt_ids", [1, 2, 3]),
             sampling=Sampling(

@@ -35,6 +35,7 @@ from pilotlight.common.messages.pipelines import (
     PipelineLeft,
     StageConnected,
     StageGrown,
+    StageRenamed,
 )
 from pilotlight.common.waiting import every
 from pilotlight.policy.cluster import (
@@ -300,8 +301,11 @@ class Worker:
                 self.stages.on_growth(event)
             case StageRefused():
                 self.stages.on_growth(event)
+                self.stages.renames.on_refused(event)
                 self.stages.lending.on_refused(event)
                 self._groups.on_refused(event)
+            case StageRenamed():
+                self.stages.renames.on_renamed(event)
             case StageResized():
                 self.stages.lending.on_resized(event)
             case StageConnected():

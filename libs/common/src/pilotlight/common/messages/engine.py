@@ -12,8 +12,10 @@ from pilotlight.common.messages.pipelines import (
     ExtendStage,
     OpenDoor,
     PipelineLeft,
+    RenameStage,
     StageConnected,
     StageGrown,
+    StageRenamed,
     VouchStage,
 )
 from pilotlight.common.messages.pool import TensorPlace
@@ -182,6 +184,7 @@ ToEngine = (
     | ResizeStage
     | ExportKv
     | ReleaseRequest
+    | RenameStage
 )
 CommandFrame = Timed[ToEngine]
 """What the engine child reads."""
@@ -385,6 +388,7 @@ FromEngine = (
     | PipelineLeft
     | KvExported
     | RequestReleased
+    | StageRenamed
 )
 EventFrame = Timed[FromEngine]
 """What the worker reads."""

@@ -57,6 +57,9 @@ class Hold(Message, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
     """The pipeline group that the stage is one of, in the order of its stages; empty where one
     worker holds the model."""
+    grown_from: InstanceId | None = None
+    """The instance of whose group the worker had a stage, which has grown to the whole model: what
+    it has of that is this one's from now on. A release before loads it anew."""
 
 
 class WorkerHold(Message, frozen=True, kw_only=True):

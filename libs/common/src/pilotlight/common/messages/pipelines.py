@@ -79,6 +79,17 @@ class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
     message: str
 
 
+class RenameStage(Message, tag="rename", frozen=True, kw_only=True):
+    """A stage that has grown to the whole model, and is in no pipeline any more, is another
+    instance's from now on.
+
+    ``StageRenamed`` follows, or ``StageRefused``: then it stays what it was.
+    """
+
+    instance_id: InstanceId
+    new_id: InstanceId
+
+
 class DoorOpened(Message, tag="door_opened", frozen=True, kw_only=True):
     """The engines of other stages can connect here."""
 
@@ -111,3 +122,11 @@ class PipelineLeft(Message, tag="left", frozen=True, kw_only=True):
     instance_id: InstanceId
     code: str = ""
     message: str = ""
+
+
+class StageRenamed(Message, tag="renamed", frozen=True, kw_only=True):
+    """The stage is this instance's from now on, and serves it."""
+
+    instance_id: InstanceId
+    old_id: InstanceId
+    kv_capacity_tokens: int

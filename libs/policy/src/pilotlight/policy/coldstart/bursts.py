@@ -17,10 +17,15 @@ class Burst:
     """Groups that start together."""
 
     groups: tuple[StartScheme, ...]
-    instances: int
-    """That they become."""
+    sizes: tuple[int, ...]
+    """How many instances each becomes."""
     books: FetchBooks
     """With their fetches."""
+
+    @property
+    def instances(self) -> int:
+        """That they become."""
+        return sum(self.sizes)
 
     @property
     def missing_slo(self) -> int:
@@ -69,7 +74,7 @@ def choose_burst(
             return burst
         if best is None or _rank(burst) < _rank(best):  # 3
             best = burst
-    return best or Burst(groups=(), instances=0, books=request.books)
+    return best or Burst(groups=(), sizes=(), books=request.books)
 
 
 def _rank(burst: Burst) -> tuple[int, int, float]:
@@ -85,14 +90,13 @@ def _placed(
     choose: Choose,
 ) -> Burst:
     groups: list[StartScheme] = []
-    books, left, instances = request.books, list(servers), 0
+    books, left = request.books, list(servers)
     for number, size in enumerate(sizes):
         group = choose(replace(request, instances=size, books=books), left, rules)
         if group is None or group.refusal:
             break
         groups.append(group)
-        instances += size
         books = books.admit(group.newcomers(f"{number}"), request.now_s)
         taken = {stage.worker_id for stage in group.stages}
         left = [one for one in left if one.worker_id not in taken]
-    return Burst(groups=tuple(groups), instances=instances, books=books)
+    return Burst(groups=tuple(groups), sizes=tuple(sizes[: len(groups)]), books=books)

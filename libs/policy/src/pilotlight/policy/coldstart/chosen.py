@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pilotlight.policy.coldstart.bursts import choose_burst
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.coldstart.facts import ClusterFacts, Usual, servers_for
 from pilotlight.policy.coldstart.policies import CHOICES, StartPolicy
@@ -63,6 +64,8 @@ class Chosen:
     """The workers of its stages."""
     alternatives: tuple[Scheme, ...] = ()
     """What it was compared with, for whoever asks why: with fewer stages, and other workers."""
+    instances: int = 1
+    """That its group is to become."""
 
 
 def choose_with(
@@ -71,6 +74,7 @@ def choose_with(
     snapshot: Snapshot,
     rules: ChoiceRules,
     known: KnownStarts,
+    instances: int = 1,
 ) -> Chosen | None:
     """What a policy chooses; None where running fetches allow nothing, or no worker has the room.
 
@@ -82,6 +86,9 @@ def choose_with(
        and devices that other starts need to be in time, most of them when fewest are free: an
        overload that feeds itself. Only an SLO that no start can meet gets the least TTFT of any s,
        in free room and until it has passed
+    4. of a burst that wants several instances, the first group of those in which all of it meets
+       the SLO in free room, if groups do that which are no single workers (``bursts``). A burst
+       that is late anyhow gets one worker after the other
 
     Args:
         model: To be started.
@@ -89,6 +96,7 @@ def choose_with(
         snapshot: Nodes, and what waits.
         rules: The policy.
         known: Timings, and the fetches that run.
+        instances: How many more the model is to have, this one among them.
     """
     tiers = (
         [one for one in found if not one.failed_here and not one.degraded],
@@ -101,6 +109,8 @@ def choose_with(
             continue
         asked = len(tier)
         request, servers = _asked(model, tier, snapshot, rules, known)
+        if (group := _of_burst(request, servers, tier, rules, instances)) is not None:  # 4
+            return group
         best = _in_room(request, servers, tier, rules)
         if best is not None and not best.meets_slo and rules.policy is StartPolicy.PILOTLIGHT:
             best = _when_late(request, servers, tier, rules, best)  # 3
@@ -109,15 +119,50 @@ def choose_with(
     return None
 
 
+def _of_burst(
+    request: StartRequest,
+    servers: Sequence[Server],
+    tier: Sequence[Candidate],
+    rules: ChoiceRules,
+    instances: int,
+) -> Chosen | None:
+    """Rule 4; None where single starts do as well, or groups do not help.
+
+    Args:
+        request: What is to be started.
+        servers: Where it could go.
+        tier: The same as candidates.
+        rules: The policy.
+        instances: How many more there are to be.
+    """
+    late = request.waited_s * 1000 >= request.model.slo.ttft_ms
+    groups = rules.policy is StartPolicy.PILOTLIGHT and rules.start.max_stages > 1
+    if instances < 2 or late or not groups:
+        return None
+    free = _as_free(servers, tier)
+    burst = choose_burst(request, free, rules.start, instances, CHOICES[rules.policy])
+    if burst.instances < instances or burst.missing_slo > 0:
+        return None
+    size = burst.sizes[0]
+    if size == 1:
+        return None
+    found = _choose(replace(request, instances=size), free, tier, rules)
+    return replace(found, instances=size) if found is not None else None
+
+
+def _as_free(servers: Sequence[Server], tier: Sequence[Candidate]) -> list[Server]:
+    """Servers with their free room alone."""
+    return [
+        replace(server, free_bytes=one.free_bytes) if one.evictable_bytes > 0 else server
+        for server, one in zip(servers, tier, strict=True)
+    ]
+
+
 def _in_room(
     request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
 ) -> Chosen | None:
     """Rule 2."""
-    as_free = [
-        replace(server, free_bytes=one.free_bytes) if one.evictable_bytes > 0 else server
-        for server, one in zip(servers, tier, strict=True)
-    ]
-    free = _choose(request, as_free, tier, rules)
+    free = _choose(request, _as_free(servers, tier), tier, rules)
     if free is not None and free.meets_slo:
         return free
     made = None

@@ -20,6 +20,7 @@ def choose_among(
     *,
     explained: bool,
     ahead: bool,
+    instances: int,
     draft: Draft,
 ) -> Chosen:
     """The scheme of a start, and what it was chosen from: the workers that can be the answer, and
@@ -31,6 +32,7 @@ def choose_among(
         demand: Of all models.
         explained: Also where no worker can be the answer.
         ahead: In free room alone.
+        instances: How many more the model is to have: of its first group they are some.
         draft: The world.
     """
     rules = draft.rules
@@ -40,12 +42,12 @@ def choose_among(
     fleet, known = draft.rooms.fleet, draft.known_starts
     if not workers and not explained:
         seen = draft.slice((model.name,), demand=ours)
-        return seen, choose_scheme(model, seen, asked, excluded, fleet, known)
+        return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
     in_groups = rules.scheme.choice is not None and rules.scheme.choice.start.max_stages > 1
     if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:
         workers |= nearest(draft, rules.explained_workers)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))
-    return seen, choose_scheme(model, seen, asked, excluded, fleet, known)
+    return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:

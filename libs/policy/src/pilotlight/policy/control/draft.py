@@ -10,15 +10,17 @@ from pilotlight.policy.coldstart.contention import INTO, FetchBooks, incoming
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.fetches import kept_up, newcomers
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.growing import most_targets
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
 from pilotlight.policy.control.rooms import Slot, slot_of
 from pilotlight.policy.control.shapes import LinkUse, Shape
+from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.placement import PlacementRules, room_on
+from pilotlight.policy.placement import PlacementRules, committed_bytes, room_on
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain
@@ -104,15 +106,13 @@ class Draft:
         """Take changes for done."""
         facts = self.facts
         found = ((change, self.books.get(change.instance_id)) for change in changes)
-        self.put(
-            *(
-                replace(
-                    record, instance=moved(record.instance, change, facts.term.epoch, facts.now_s)
-                )
-                for change, record in found
-                if record is not None and record.is_row
-            )
-        )
+        for change, record in found:
+            if record is None or not record.is_row:
+                continue
+            before, epoch = record.instance, facts.term.epoch
+            after = replace(record, instance=moved(before, change, epoch, facts.now_s))
+            become = instances_of(before, change.become, epoch, facts.now_s)
+            self.put(after, *(Record(instance=one, model=record.model) for one in become))
 
     def drain(self, drains: Iterable[Drain]) -> None:
         """Take drains for done, but for those of instances that drain already."""
@@ -278,6 +278,22 @@ class Draft:
         """Device bytes that a worker can give now."""
         worker = self.facts.workers[worker_id].facts
         return room_on(worker, self._here(worker), rules)
+
+    def free_on(self, worker_id: WorkerId) -> tuple[int, int]:
+        """Device bytes of a worker that nothing has, and the granule of its memory; none of one
+        that is not known.
+        """
+        view = self.facts.workers.get(worker_id)
+        if view is None:
+            return 0, 1
+        device, here = view.facts.device, self._here(view.facts)
+        free_bytes = device.memory_bytes - committed_bytes(view.facts, here)
+        return max(0, free_bytes), device.granule_bytes
+
+    def most_targets(self, instance: Instance) -> int:
+        """See ``growing.most_targets``."""
+        record = self.books.records[instance.instance_id]
+        return most_targets(instance, record.model, self.free_on) if record.is_row else 1
 
     @property
     def known_starts(self) -> KnownStarts | None:

@@ -1,14 +1,28 @@
 """Groups that become whole instances (ParaServe, section 6; decision 32)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import GrowOrder
-from pilotlight.policy.plan import InstanceState
+from pilotlight.policy.control.reconcile import Change
+from pilotlight.policy.control.splitting import taker_of
+from pilotlight.policy.cost import stage_room
+from pilotlight.policy.ids import WorkerId
+from pilotlight.policy.instance import SERVING, InstanceEvent
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import Instance, InstanceState, Placement
+
+Room = Callable[[WorkerId], tuple[int, int]]
+"""Free bytes of a worker's device, and the granule in which its memory comes."""
 
 
-def plan_growth(records: Iterable[Record]) -> tuple[GrowOrder, ...]:
+def no_room(_: WorkerId) -> tuple[int, int]:
+    """Workers have what they were granted."""
+    return 0, 1
+
+
+def plan_growth(records: Iterable[Record], room: Room = no_room) -> tuple[GrowOrder, ...]:
     """What groups that serve are to become.
 
     1. a group whose stages are all ready has one worker take on the whole model, so that it pays
@@ -16,36 +30,130 @@ def plan_growth(records: Iterable[Record]) -> tuple[GrowOrder, ...]:
     2. the worker of the first stage that has room for that: the first one leads, and a lead that
        stays moves no request
     3. a group in which no worker has the room stays as it is
-
-    Here every group becomes one instance; ``scaling`` starts others where they are wanted.
+    4. where the lead takes over, others take the model on, too: as many as the group's targets ask
+       for, those first that have the room already, then those on whose devices it is free. Each
+       becomes an instance of its own (``splitting``)
+    5. targets that grow while it consolidates are added to those that are under way
 
     Args:
         records: Instances that may have changed.
+        room: What workers have free beside what was granted to them.
     """
     orders: list[GrowOrder] = []
     for record in records:
         instance, model = record.instance, record.model
-        if not record.is_row or instance.state is not InstanceState.READY:
-            continue
-        if len(instance.placements) < 2:
+        if not record.is_row or len(instance.placements) < 2 or instance.state not in SERVING:
             continue
         whole = model.spec.whole
-        full_bytes = model.device_bytes(whole)
-        chosen = min(
-            (one for one in instance.placements if one.device_bytes >= full_bytes),
-            key=lambda one: one.stage,
-            default=None,
-        )
-        if chosen is None:  # 3
+        if instance.state is InstanceState.READY:
+            taker = _first_with_room(instance, model)
+            begins = True
+        else:
+            taker, begins = taker_of(instance), False
+        if taker is None or taker.held == whole:  # 3
             continue
+        more = _others(instance, model, room, taker)
+        if not begins and not more:
+            continue
+        longer = {one.worker_id: one for one in more}
+        if begins:
+            longer[taker.worker_id] = replace(taker, stage=whole)
+        reason = (
+            f"its stages are ready, and {taker.worker_id} has room for the whole model"
+            if begins
+            else "more instances are wanted than it was to become"
+        )
+        if more:
+            reason += (
+                f"; so have {', '.join(one.worker_id for one in more)}, for instances of their own"
+            )
         orders.append(
             GrowOrder(
                 instance_id=instance.instance_id,
-                placements=tuple(
-                    replace(one, stage=whole) if one is chosen else one
-                    for one in instance.placements
-                ),
-                reason=f"its stages are ready, and {chosen.worker_id} has room for the whole model",
+                placements=tuple(longer.get(one.worker_id, one) for one in instance.placements),
+                reason=reason,
             )
         )
     return tuple(orders)
+
+
+def growth_of(
+    order: GrowOrder, seen: Instance, model: Model, granted: Container[WorkerId]
+) -> Change:
+    """What is written when the room for an order was asked for.
+
+    Args:
+        order: What was to be.
+        seen: The group.
+        model: Its model.
+        granted: Workers that got their room. The others stay as they were, and no instance is
+            promised for them any more.
+    """
+    before = {one.worker_id: one for one in seen.placements}
+    placements = tuple(
+        one if one.worker_id in granted else before[one.worker_id] for one in order.placements
+    )
+    begins = seen.state is InstanceState.READY
+    return Change(
+        instance_id=seen.instance_id,
+        events=(InstanceEvent.CONSOLIDATION_STARTED,) if begins else (),
+        reason=order.reason,
+        placements=placements if placements != seen.placements else (),
+        targets=max(1, sum(one.stage == model.spec.whole for one in placements)),
+    )
+
+
+def most_targets(instance: Instance, model: Model, room: Room) -> int:
+    """How many instances a group can become: those of its workers that have room for the whole
+    model, where its lead is one of them. A group of which the lead is whole becomes no more than it
+    is about to.
+
+    Args:
+        instance: The group.
+        model: Its model.
+        room: What workers have free.
+    """
+    taker = taker_of(instance) or _first_with_room(instance, model)
+    if taker is None or taker is not instance.placements[0] or taker.held == model.spec.whole:
+        return max(1, instance.targets)
+    return sum(_with_room(one, model, room) is not None for one in instance.placements)
+
+
+def _first_with_room(instance: Instance, model: Model) -> Placement | None:
+    """Rule 2."""
+    full_bytes = model.device_bytes(model.spec.whole)
+    return min(
+        (one for one in instance.placements if one.device_bytes >= full_bytes),
+        key=lambda one: one.stage,
+        default=None,
+    )
+
+
+def _others(
+    instance: Instance, model: Model, room: Room, taker: Placement
+) -> tuple[Placement, ...]:
+    """Rule 4: placements with the whole model, beside that of the lead and those that have it."""
+    if taker is not instance.placements[0]:
+        return ()
+    others = [one for one in instance.placements if one is not taker]
+    left = instance.targets - 1 - sum(one.stage == model.spec.whole for one in others)
+    able = [
+        (longer.device_bytes > one.device_bytes, longer)
+        for one in others
+        if one.stage != model.spec.whole and (longer := _with_room(one, model, room)) is not None
+    ]
+    able.sort(key=lambda one: one[0])
+    return tuple(longer for _, longer in able[: max(0, left)])
+
+
+def _with_room(placement: Placement, model: Model, room: Room) -> Placement | None:
+    """A worker with the whole model; None where it has not the room."""
+    whole = model.spec.whole
+    if placement.device_bytes >= model.device_bytes(whole):
+        return replace(placement, stage=whole)
+    free_bytes, granule_bytes = room(placement.worker_id)
+    needed = stage_room(model, whole, granule_bytes)
+    could_bytes = placement.device_bytes + free_bytes
+    if could_bytes < needed.least_bytes:
+        return None
+    return replace(placement, stage=whole, device_bytes=needed.granted_bytes(could_bytes))

@@ -37,6 +37,8 @@ class StageHold:
     members: tuple[Member, ...] = ()
     """The group, in the order of its stages, without addresses; empty where one worker holds the
     model."""
+    grown_from: InstanceId | None = None
+    """As in ``Placement``."""
 
     @property
     def essence(self) -> tuple[object, ...]:
@@ -78,6 +80,7 @@ def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
             drain_within_s=record.instance.drain_within_s,
             trace_parent=record.trace_parent,
             members=members_of(record.instance),
+            grown_from=placement.grown_from,
         )
         for record in books.on_worker(worker_id)
         for placement in record.instance.placements

@@ -19,6 +19,7 @@ from pilotlight.policy.parallelism import SchemeChoice, SchemeRules
 from pilotlight.policy.plan import Estimate, Estimates, NodeDrain, Placement, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain, ScalingRules
+from pilotlight.policy.targets import Retarget
 from pilotlight.policy.turns import TurnRules
 
 
@@ -253,6 +254,8 @@ class Plan:
     )
     """For each eviction that was asked for, the instances that drain."""
     start: tuple[StartOrder, ...] = ()
+    retarget: tuple[Retarget, ...] = ()
+    """Groups that are to become another number of instances."""
     grow: tuple[GrowOrder, ...] = ()
     """Groups that are to become whole instances."""
     refuse: tuple[RefusedStart, ...] = ()

@@ -4,17 +4,19 @@ Pure: instances, workers and the time in; changes with reasons out.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from pilotlight.policy.cluster import HeldStage, HeldState, Liveness, WorkerView
 from pilotlight.policy.control.books import Record
+from pilotlight.policy.control.splitting import Settled, settled
 from pilotlight.policy.ids import Epoch, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING, InstanceEvent, path, step
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.plan import Instance, InstanceState, Placement
 from pilotlight.policy.scaling import Drain
+from pilotlight.policy.targets import Retarget
 
 WORKER_LOST, ENGINE_FAILED = "worker_lost", "engine_failed"
 """Codes of the taxonomy (``common.errors``): an instance's reason begins with one, and clients are
@@ -39,6 +41,10 @@ class Change:
     """How long its requests may run on when it drains; None: until they end."""
     placements: tuple[Placement, ...] = ()
     """Its stages from now on, where a stage grows or its lead moves; empty: as they were."""
+    become: tuple[Placement, ...] = ()
+    """Stages that are instances of their own from now on."""
+    targets: int | None = None
+    """How many instances it is to become; None: as many as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,8 @@ def reconcile(
     8. every stage is ready, and those of a group are joined: ready, with the moves that were missed
        in between
     9. some stage is held: loading
-    10. the stage that is to cover all others has grown: it is the instance from now on
+    10. a group whose lead has the whole model: what comes of the others (``splitting``); they are
+        no part of it any more, so that the rules before look at the lead alone
 
     Args:
         tracked: The instances that are looked at.
@@ -113,6 +120,10 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
 
     if state in ENDED:  # 1
         return None
+    held = {part.placement.worker_id: part.held for part in parts if part.held is not None}
+    group = settled(instance, held) if state is InstanceState.CONSOLIDATING else None
+    if group is not None:  # 10
+        parts = [part for part in parts if part.placement.worker_id == group.taker.worker_id]
     all_free = all(
         part.dead or part.absent or (part.held is not None and part.held.state in _FREE)
         for part in parts
@@ -128,33 +139,32 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     if leaving is not None:  # 5
         reason = leaving.reason or f"its worker reports it as {leaving.state.value}"
         return change(reason, InstanceEvent.DRAIN, *((InstanceEvent.RELEASED,) if all_free else ()))
-    if state is InstanceState.CONSOLIDATING:  # 10
-        grown = _grown(instance, parts)
-        if grown is None:
-            return None
-        done = change("a worker has the whole model", InstanceEvent.CONSOLIDATION_DONE)
-        return replace(done, placements=(grown,))
+    if group is not None:
+        return _settling(instance, group, change)
     if state in SERVING:
         return None
-    held = [part.held for part in parts if part.held is not None]
-    loaded = len(held) == len(parts) and all(one.state is HeldState.READY for one in held)
-    if loaded and (len(parts) == 1 or held[0].open):  # 8
+    stages = [part.held for part in parts if part.held is not None]
+    loaded = len(stages) == len(parts) and all(one.state is HeldState.READY for one in stages)
+    if loaded and (len(parts) == 1 or stages[0].open):  # 8
         ready = change("every stage is ready", *path(state, InstanceState.READY))
-        return replace(ready, loaded=_last_loaded(held))
-    if held and state is not InstanceState.LOADING:  # 9
+        return replace(ready, loaded=_last_loaded(stages))
+    if stages and state is not InstanceState.LOADING:  # 9
         return change("a worker loads its stage", *path(state, InstanceState.LOADING))
     return None
 
 
-def _grown(instance: Instance, parts: list[_Part]) -> Placement | None:
-    """The placement that covers all others, once its worker has that range."""
-    for part in parts:
-        place, held = part.placement, part.held
-        covers = len(parts) > 1 and all(one.placement.stage.is_within(place.stage) for one in parts)
-        if covers and held is not None and held.state is HeldState.READY:
-            ready = held.stage == place.stage and held.generation >= instance.generation
-            return place if ready else None
-    return None
+def _settling(instance: Instance, group: Settled, change: Callable[..., Change]) -> Change | None:
+    """Rule 10: a worker has all layers; None where nothing has changed since that was written."""
+    if not group.pending:
+        reason, events = "a worker has the whole model", (InstanceEvent.CONSOLIDATION_DONE,)
+    elif group.placements != instance.placements or group.become:
+        reason, events = f"{len(group.pending)} more are to have the whole model", ()
+    else:
+        return None
+    if group.become:
+        reason += f", and {len(group.become)} more have become instances"
+    done = change(reason, *events)
+    return replace(done, placements=group.placements, become=group.become, targets=group.targets)
 
 
 def _last_loaded(stages: Iterable[HeldStage]) -> Moment | None:
@@ -267,6 +277,7 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
     for event in change.events:
         state = step(state, event)
     drains = InstanceEvent.DRAIN in change.events and state not in ENDED
+    stays = not change.events and not change.placements
     placements = _placed(before, change.placements or before.placements, state)
     renewed = drains or _bare(placements) != _bare(before.placements)
     return replace(
@@ -275,15 +286,16 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
         generation=Generation(before.generation + 1) if renewed else before.generation,
         placements=placements,
         load_s=before.load_s + now_s - before.state_since_s
-        if before.state in STARTING
+        if before.state in STARTING and not stays
         else before.load_s,
         drain_within_s=change.drain_within_s if drains else before.drain_within_s,
         epoch=epoch,
-        state_since_s=now_s,
-        last_used_s=now_s if state in SERVING else before.last_used_s,
+        state_since_s=before.state_since_s if stays else now_s,
+        last_used_s=now_s if state in SERVING and not stays else before.last_used_s,
         in_flight=0 if state in ENDED else before.in_flight,
-        reason=change.reason,
+        reason=before.reason if stays else change.reason,
         served=before.served or state in SERVING,
+        targets=before.targets if change.targets is None else change.targets,
     )
 
 
@@ -293,13 +305,16 @@ def _placed(
     """Stages, while an instance consolidates with the ranges that their workers have already.
 
     A range that is being brought when the stages change again is not there yet: the one before it
-    counts.
+    counts, unless the change says otherwise.
     """
     if state is not InstanceState.CONSOLIDATING:
         return _bare(placements)
     anew = before.state is not InstanceState.CONSOLIDATING
     had = {one.worker_id: one.stage if anew else one.held for one in before.placements}
-    return tuple(replace(one, held=had.get(one.worker_id)) for one in placements)
+    return tuple(
+        one if one.held is not None else replace(one, held=had.get(one.worker_id))
+        for one in placements
+    )
 
 
 def _bare(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -313,4 +328,14 @@ def drain_of(drain: Drain) -> Change:
         events=(InstanceEvent.DRAIN,),
         reason=drain.reason,
         drain_within_s=drain.within_s,
+    )
+
+
+def retargeted(retarget: Retarget) -> Change:
+    """The change that has a group become another number of instances."""
+    return Change(
+        instance_id=retarget.instance_id,
+        events=(),
+        reason=retarget.reason,
+        targets=retarget.targets,
     )

@@ -51,6 +51,7 @@ class Choose(Protocol):
         *,
         explained: bool,
         ahead: bool,
+        instances: int,
     ) -> Chosen:
         """Choose.
 
@@ -60,6 +61,7 @@ class Choose(Protocol):
             demand: Of all models.
             explained: Also where there is no scheme, with workers that say why.
             ahead: In free room alone.
+            instances: How many more the model is to have: of its first group they are some.
         """
         ...
 
@@ -86,7 +88,8 @@ class Tries:
     6. a start ahead of requests is not tried elsewhere, and a refusal of it is no news: it waits.
        Requests that come do not wait for that
     7. a burst's further instances come after every model has had its turn, as far as there is room;
-       what is left of them waits for the first ones
+       what is left of them waits for the first ones. A group that is to become several instances
+       is as many of them
     8. no more than a few begin in one tick, the first of the line: the leader has a lease to renew
        and commands to give, however many models are asked for at once. The rest is looked at again
        in the next tick, which those that began bring about
@@ -145,15 +148,19 @@ class Tries:
         each = defaultdict[ModelName, list[Start]](list)
         for start in starts:
             each[start.model].append(start)
-        begun = [
-            turn
-            for turn in turns
-            if self._begin(each[turn.model][0], turn.left, draft, demand, wanted)
-        ]
-        for turn in begun:  # 7
-            for further in each[turn.model][1:]:
-                if not self._begin(further, turn.left, draft, demand, wanted):
-                    break
+        begun: list[tuple[Turn, int]] = []
+        for turn in turns:
+            count = len(each[turn.model])
+            made = self._begin(each[turn.model][0], turn.left, draft, demand, wanted, count)
+            if made:
+                begun.append((turn, made))
+        for turn, made in begun:  # 7
+            starts_of = each[turn.model]
+            more, so_far = made, made
+            while more and so_far < len(starts_of):
+                further, count = starts_of[so_far], len(starts_of) - so_far
+                more = self._begin(further, turn.left, draft, demand, wanted, count)
+                so_far += more
 
     def _begin(
         self,
@@ -162,8 +169,9 @@ class Tries:
         draft: Drafted,
         demand: tuple[Demand, ...],
         wanted: Mapping[ModelName, str],
-    ) -> bool:
-        """Take up one start; whether it was given a place.
+        instances: int,
+    ) -> int:
+        """Take up one start; how many instances it becomes, 0 where it was given no place.
 
         Args:
             start: The model, and why it is to start.
@@ -171,36 +179,39 @@ class Tries:
             draft: The world, with what this tick has decided so far.
             demand: What waits at gateways.
             wanted: Why models are wanted, by name; others for the reason of ``start``.
+            instances: How many of these starts there are to be.
         """
         model = self._facts.models.get(start.model)
         if model is None or len(self.orders) >= self._rules.starts_at_once:  # 8
-            return False
+            return 0
         ours = draft.books.by_model.get(model.name, ())
         if any(draft.books.records[one].tentative for one in ours if one not in self._begun):  # 1
-            return False
+            return 0
         tried = self.tries.get(model.name, ())
         if not tried and not self._may_try(start):  # 3
-            return False
+            return 0
         reason = (
             start.reason
             if model.name in self._facts.awaited
             else wanted.get(model.name, start.reason)
         )
         excluded = left.union(one.worker_id for one in tried)
-        choose = partial(self._choose, model, excluded, demand, ahead=start.ahead)
+        choose = partial(
+            self._choose, model, excluded, demand, ahead=start.ahead, instances=instances
+        )
         seen, choice = choose(explained=False)
         self.looked_at += len(seen.workers)
         over = len(tried) >= self._rules.max_tries or any(one.transient for one in tried)
         if choice.scheme is None and not self._begun.isdisjoint(ours):  # 7
-            return False
+            return 0
         if start.ahead and (choice.scheme is None or tried):  # 6
             self.tries.pop(model.name, None)
             self._back_off(model.name, AHEAD)
-            return False
+            return 0
         if choice.scheme is None or over:  # 2, 5
             self.tries.pop(model.name, None)
             self._refuse(model.name, reason, tried, (seen, choice), choose)
-            return False
+            return 0
         trace = next((one.trace_parent for one in demand if one.model == model.name), "")
         seen_s = self._facts.demand_seen_s.get(model.name, self._facts.now_s)
         self.orders.append(
@@ -219,7 +230,7 @@ class Tries:
         tentative = _tentative(model, choice, self._facts, reason, len(self.orders))
         self._begun.add(tentative.instance.instance_id)
         draft.put(tentative)
-        return True
+        return choice.instances
 
     def _may_try(self, start: Start) -> bool:
         waits = self.backing.get(start.model)
@@ -351,5 +362,6 @@ def _tentative(
         state_since_s=facts.now_s,
         last_used_s=facts.now_s,
         reason=reason,
+        targets=choice.instances,
     )
     return Record(instance=instance, model=model, tentative=True)

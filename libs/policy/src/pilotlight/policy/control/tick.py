@@ -7,11 +7,12 @@ Pure; the scheduler and the simulator drive it alike.
 3. operators: evictions drain
 4. nodes that drain are emptied; what is still needed is wanted elsewhere, as if a request waited
    for it (``drain``)
-5. models that have too many instances, or too few (``scaling``)
-6. which model's turn it is, and which instance makes room (``turns``)
-7. where each start goes (``starts``); a refused one is tried elsewhere, then later
-8. groups whose stages are ready become whole instances (``growing``)
-9. holds: told on change, when a report disagrees, and from time to time (``telling``)
+5. how many instances groups are to become (``targets``)
+6. models that have too many instances, or too few (``scaling``)
+7. which model's turn it is, and which instance makes room (``turns``)
+8. where each start goes (``starts``); a refused one is tried elsewhere, then later
+9. groups whose stages are ready become whole instances (``growing``)
+10. holds: told on change, when a report disagrees, and from time to time (``telling``)
 
 Each step looks at what changed since the last tick, at what falls due by time alone, at models with
 demand, and at what the last tick decided. Everything else is at rest: the same policies, asked
@@ -32,7 +33,7 @@ from pilotlight.policy.control.growing import plan_growth
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.look import Look, instances_due, models_due
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
-from pilotlight.policy.control.reconcile import reconcile
+from pilotlight.policy.control.reconcile import reconcile, retargeted
 from pilotlight.policy.control.shortlist import for_start, for_turns
 from pilotlight.policy.control.starts import NO_ROOM, Tries
 from pilotlight.policy.control.telling import telling
@@ -41,6 +42,7 @@ from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain, Start, plan_scaling
+from pilotlight.policy.targets import plan_targets
 from pilotlight.policy.turns import TurnPlan, plan_turns
 
 EVICTED = "an operator evicts the model"
@@ -74,7 +76,7 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
 
 
 def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
-    """Steps 3 to 9."""
+    """Steps 3 to 10."""
     facts, rules, used = draft.facts, draft.rules, draft.books
     # Those of starts that this tick decides are booked by the next one, under their own names.
     fetches = draft.fetches
@@ -86,23 +88,36 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     waited_for = {one.model for one in demand}
     models = look.models | draft.decided.models | waited_for
     seen = staying(draft.slice(models, demand=demand))
-    scaled = plan_scaling(seen, rules.scaling, memory.surplus_since_s)  # 5
+    retargets = (
+        plan_targets(seen, rules.scaling, draft.most_targets) if rules.consolidate else ()
+    )  # 5
+    if retargets:
+        draft.move(retargeted(one) for one in retargets)
+        seen = staying(draft.slice(models, demand=demand))
+    scaled = plan_scaling(seen, rules.scaling, memory.surplus_since_s)  # 6
     surplus_since_s = {
         name: since_s for name, since_s in memory.surplus_since_s.items() if name not in models
     } | dict(scaled.surplus_since_s)
     draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
-    turns, places = _turns(starts, draft, demand, memory)  # 6
+    turns, places = _turns(starts, draft, demand, memory)  # 7
     draft.drain(turns.drains)
     tries = Tries(
         facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
     )
-    tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 7
+    tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 8
     changed = (draft.books.records[one] for one in draft.seen(look.instances))
-    grown = plan_growth(changed) if rules.consolidate else ()  # 8
-    told = telling(draft, memory, look)  # 9
+    grown = plan_growth(changed, draft.free_on) if rules.consolidate else ()  # 9
+    told = telling(draft, memory, look)  # 10
     restless = draft.decided | Focus(
-        models=frozenset({*starts, *(one.model for one in scaled.held), *scaled.busy})
+        models=frozenset(
+            {
+                *starts,
+                *(one.model for one in scaled.held),
+                *scaled.busy,
+                *(one.model for one in seen.instances if len(one.placements) > 1),
+            }
+        )
     )
     index = replace(
         told.index,
@@ -129,6 +144,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
         drain=tuple(draft.drains),
         evicted=evicted,
         start=tuple(tries.orders),
+        retarget=retargets,
         grow=grown,
         refuse=tuple(tries.refused),
         tell=told.tell,

@@ -13,16 +13,19 @@ from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.growing import growth_of
 from pilotlight.policy.control.plan import (
     ControlFacts,
     ControlRules,
+    GrowOrder,
     Memory,
     Plan,
     Refusal,
     StartOrder,
     Term,
 )
-from pilotlight.policy.control.reconcile import Change, drain_of, moved
+from pilotlight.policy.control.reconcile import Change, drain_of, moved, retargeted
+from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import (
     DecisionId,
@@ -158,14 +161,10 @@ class Leader:
             self._move(drain_of(drain))
         for order in plan.start:
             self._start(order)
+        for retarget in plan.retarget:
+            self._move(retargeted(retarget))
         for grow in plan.grow:
-            change = Change(
-                instance_id=grow.instance_id,
-                events=(InstanceEvent.CONSOLIDATION_STARTED,),
-                reason=grow.reason,
-                placements=grow.placements,
-            )
-            self._move(change)
+            self._grow(grow)
         self.refusals += len(plan.refuse)
         for holds in (plan.tell, plan.repeat):
             for node in holds.nodes:
@@ -178,8 +177,13 @@ class Leader:
         if record is None or not record.is_row:
             return
         before = record.instance
-        after = moved(before, change, EPOCH, self.parts.events.now_s)
-        self.books = self.books.put(replace(record, instance=after))
+        now_s = self.parts.events.now_s
+        after = moved(before, change, EPOCH, now_s)
+        become = instances_of(before, change.become, EPOCH, now_s)
+        self.books = self.books.put(
+            replace(record, instance=after),
+            *(Record(instance=one, model=record.model) for one in become),
+        )
         if after.state in ENDED:
             for placement in after.placements:
                 self.parts.workers[placement.worker_id].release(after.instance_id)
@@ -188,6 +192,21 @@ class Leader:
         else:
             self.parts.leave(after)
         self.parts.wake()
+
+    def _grow(self, order: GrowOrder) -> None:
+        """Grant what is free, and no more: a group that has no room stays what it is."""
+        record = self.books.get(order.instance_id)
+        if record is None or not record.is_row:
+            return
+        seen, granted = record.instance, set[WorkerId]()
+        had = {one.worker_id: one for one in seen.placements}
+        for one in order.placements:
+            worker = self.parts.workers[one.worker_id]
+            more_bytes = one.device_bytes - had[one.worker_id].device_bytes
+            if one != had[one.worker_id] and more_bytes <= worker.free_bytes:
+                worker.grant(seen.instance_id, one.device_bytes)
+                granted.add(one.worker_id)
+        self._move(growth_of(order, seen, record.model, granted))
 
     def _start(self, order: StartOrder) -> None:
         """Ask for room, write, command."""
@@ -227,6 +246,7 @@ class Leader:
             state_since_s=now_s,
             last_used_s=now_s,
             reason=order.reason,
+            targets=order.choice.instances,
         )
         self.books = self.books.put(Record(instance=instance, model=order.model))
         self._started.append(order.model.name)

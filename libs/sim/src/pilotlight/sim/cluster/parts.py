@@ -212,9 +212,9 @@ class Parts:
         """
         whole = self.catalogue.paces[instance.model]
         places = instance.placements
-        if len(places) == 1:
-            return whole
         model = self.catalogue.models[instance.model]
+        if len(places) == 1 or places[0].held == model.spec.whole:
+            return whole
         factor = 1.0
         if self.scenario.proportional_shares:
             full_bytes = model.device_bytes(model.spec.whole)

@@ -1,6 +1,6 @@
 """Workers: the stages that they hold, as they would report them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import (
@@ -106,7 +106,7 @@ class Worker:
     def obey(self, told: Iterable[StageHold]) -> None:
         """Hold what is told, and nothing else.
 
-        1. a stage that is new is loaded
+        1. a stage that is new is loaded; or a stage of a group, which has grown, is that
         2. one that is to drain takes no new requests, and goes with the last one
         3. one with a longer range grows
         4. what is not told is let go
@@ -117,7 +117,7 @@ class Worker:
         for hold in wanted.values():
             held = self.held.get(hold.instance_id)
             if held is None:
-                if not hold.draining:
+                if not hold.draining and not self._rename(hold, wanted):
                     self._load(hold)  # 1
             elif hold.draining:
                 self._drain(held)  # 2
@@ -159,6 +159,21 @@ class Worker:
                 return
             held.state = HeldState.DRAINING
             self.changed(self.worker_id)
+
+    def _rename(self, hold: StageHold, wanted: Mapping[InstanceId, StageHold]) -> bool:
+        """Whether a stage that is held is this one from now on."""
+        was = hold.grown_from
+        held = self.held.get(was) if was is not None and was not in wanted else None
+        if held is None or held.state is not HeldState.READY or held.stage != hold.stage:
+            return False
+        del self.held[held.instance_id]
+        self.release(held.instance_id)
+        held.instance_id, held.generation = hold.instance_id, hold.generation
+        held.idle_since_s = self.events.now_s
+        self.held[hold.instance_id] = held
+        self.grant(hold.instance_id, held.device_bytes)
+        self.changed(self.worker_id)
+        return True
 
     def _load(self, hold: StageHold) -> None:
         now_s = self.events.now_s
@@ -207,6 +222,7 @@ class Worker:
         def grown() -> None:
             if self.held.get(held.instance_id) is held and held.generation < generation:
                 held.generation, held.stage = generation, stage
+                held.device_bytes = max(held.device_bytes, hold.device_bytes)
                 self.changed(self.worker_id)
 
         spec = hold.model.spec

@@ -21,14 +21,11 @@ from pilotlight.common.messages.engine import (
     CommandFrame,
     EngineFault,
     EngineUp,
-    ExportKv,
     FromEngine,
     LoadStage,
     PlacePart,
     Produced,
     Promote,
-    ReleaseRequest,
-    ResizeStage,
     Run,
     Shutdown,
     StageFailed,
@@ -39,10 +36,6 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.common.messages.pipelines import (
     CallOffExtend,
-    ConnectStage,
-    ExtendStage,
-    OpenDoor,
-    VouchStage,
 )
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.engine.errors import EngineError
@@ -211,22 +204,14 @@ class ChildLoop:
                 self._add(command, sent_s)
             case Abort():
                 self._engine.abort(command.request_id, command.attempt)
-            case (
-                OpenDoor()
-                | ConnectStage()
-                | ExtendStage()
-                | ResizeStage()
-                | ExportKv()
-                | ReleaseRequest()
-                | VouchStage()
-            ):
-                self._pipelines.obey(command, sent_s)
             case CallOffExtend():
                 self._call_off(command)
             case Promote():
                 pass  # It is the engine already.
             case Shutdown():
                 self._ended = True
+            case _:
+                self._pipelines.obey(command, sent_s)
 
     def _load(self, command: LoadStage, sent_s: float) -> None:
         try:

@@ -26,8 +26,10 @@ from pilotlight.common.messages.pipelines import (
     ExtendStage,
     OpenDoor,
     PipelineLeft,
+    RenameStage,
     StageConnected,
     StageGrown,
+    StageRenamed,
     VouchStage,
 )
 from pilotlight.engine.channel.channel import Channel
@@ -45,7 +47,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 PipelineCommand = (
-    OpenDoor | ConnectStage | ExtendStage | ResizeStage | ExportKv | ReleaseRequest | VouchStage
+    OpenDoor
+    | ConnectStage
+    | ExtendStage
+    | ResizeStage
+    | ExportKv
+    | ReleaseRequest
+    | VouchStage
+    | RenameStage
 )
 
 
@@ -61,6 +70,7 @@ class PipelineEngine(Protocol):
     def serves(self, instance_id: InstanceId) -> bool: ...
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int: ...
     def call_off(self, instance_id: InstanceId) -> bool: ...
+    def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None: ...
     def resize(
         self,
         instance_id: InstanceId,
@@ -131,6 +141,15 @@ class Pipelines:
                     )
                 case ExportKv():
                     self._send(self._exported(command))
+                case RenameStage():
+                    self._engine.rename(command.instance_id, command.new_id)
+                    self._send(
+                        StageRenamed(
+                            instance_id=command.new_id,
+                            old_id=command.instance_id,
+                            kv_capacity_tokens=self._engine.kv_capacity_tokens(command.new_id),
+                        )
+                    )
                 case ReleaseRequest():
                     released = self._engine.release(command.request_id, command.attempt)
                     self._send(

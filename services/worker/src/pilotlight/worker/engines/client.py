@@ -28,6 +28,7 @@ from pilotlight.common.messages.pipelines import (
     ConnectStage,
     ExtendStage,
     OpenDoor,
+    RenameStage,
     VouchStage,
 )
 from pilotlight.policy.ids import InstanceId
@@ -116,6 +117,12 @@ class EngineClient(Protocol):
     async def call_off_extend(self, command: CallOffExtend) -> None:
         """Give an extension up; ``StageRefused`` follows if the stage serves its old range on, else
         ``StageFailed``.
+        """
+        ...
+
+    async def rename_stage(self, command: RenameStage) -> None:
+        """Have a stage that has become whole be another instance's; ``StageRenamed`` or
+        ``StageRefused`` follows.
         """
         ...
 

@@ -35,6 +35,7 @@ from pilotlight.common.messages.pipelines import (
     ConnectStage,
     ExtendStage,
     OpenDoor,
+    RenameStage,
     VouchStage,
 )
 from pilotlight.common.waiting import cancel_all, within
@@ -224,6 +225,9 @@ class ProcessEngine:
         await self._send(command)
 
     async def call_off_extend(self, command: CallOffExtend) -> None:
+        await self._send(command)
+
+    async def rename_stage(self, command: RenameStage) -> None:
         await self._send(command)
 
     async def resize_stage(self, command: ResizeStage) -> None:

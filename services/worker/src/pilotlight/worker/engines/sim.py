@@ -44,8 +44,8 @@ from pilotlight.common.messages.pipelines import (
     DoorOpened,
     ExtendStage,
     OpenDoor,
+    RenameStage,
     StageConnected,
-    StageGrown,
     VouchStage,
 )
 from pilotlight.common.phases import PhaseRecorder
@@ -155,6 +155,13 @@ class SimEngine:
             await self._refuse(command.instance_id, *refusal)
             return
         stage.extend(command)
+
+    async def rename_stage(self, command: RenameStage) -> None:
+        stage = await self._stage_of(command.instance_id)
+        if stage is None:
+            return
+        self._stages[command.new_id] = self._stages.pop(command.instance_id)
+        await self._say(stage.renamed(command))
 
     async def resize_stage(self, command: ResizeStage) -> None:
         self._check()
@@ -329,15 +336,9 @@ class SimEngine:
         if not stage.complete:
             return
         if stage.target is not None:
-            stage.grow()
-            await self._say(
-                StageGrown(
-                    instance_id=command.instance_id,
-                    stage=stage.stage,
-                    kv_capacity_tokens=stage.kv_capacity_tokens,
-                    phases=tuple(self._phases.take(command.instance_id).phases),
-                )
-            )
+            phases = tuple(self._phases.take(command.instance_id).phases)
+            for event in stage.grow(command.instance_id, phases):
+                await self._say(event)
             if stage.serves:
                 await self._open(command.instance_id, stage)
         elif not stage.ready:

@@ -3,8 +3,16 @@
 from dataclasses import dataclass, field
 
 from pilotlight.common.messages.engine import LoadStage
-from pilotlight.common.messages.pipelines import ExtendStage
+from pilotlight.common.messages.pipelines import (
+    ExtendStage,
+    PipelineLeft,
+    RenameStage,
+    StageGrown,
+    StageRenamed,
+)
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.phase import Phase
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,8 +94,35 @@ class SimStage:
         self.target, self.device_bytes = None, self.bytes_before
         return True
 
-    def grow(self) -> None:
-        """Runs the longer range from now on."""
+    def grow(
+        self, instance_id: InstanceId, phases: tuple[Phase, ...]
+    ) -> tuple[PipelineLeft | StageGrown, ...]:
+        """Runs the longer range from now on.
+
+        Args:
+            instance_id: Whose it is.
+            phases: Of the parts that came.
+
+        Returns:
+            What is told of it. One that followed knows nothing of its lead, and is in no pipeline
+            any more when it has the whole model.
+        """
         assert self.target is not None, "it grows"
+        grown = StageGrown(
+            instance_id=instance_id,
+            stage=self.target,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            phases=phases,
+        )
+        followed = self.stage.start > 0 and self.target == self.model.spec.whole
         self.stage, self.target = self.target, None
         self.leads = self.leads and self.stage != self.model.spec.whole
+        return (PipelineLeft(instance_id=instance_id), grown) if followed else (grown,)
+
+    def renamed(self, command: RenameStage) -> StageRenamed:
+        """What is told of another name."""
+        return StageRenamed(
+            instance_id=command.new_id,
+            old_id=command.instance_id,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+        )

@@ -44,7 +44,9 @@ from pilotlight.common.messages.pipelines import (
     ExtendStage,
     OpenDoor,
     PipelineLeft,
+    RenameStage,
     StageGrown,
+    StageRenamed,
     VouchStage,
 )
 from pilotlight.common.service import Background
@@ -185,6 +187,14 @@ class EngineSwitch:
         """See ``EngineClient.call_off_extend``."""
         await self._having(command.instance_id).call_off_extend(command)
 
+    async def rename_stage(self, command: RenameStage) -> None:
+        """See ``EngineClient.rename_stage``."""
+        engine, route = self._having(command.instance_id), self._routes.get(command.instance_id)
+        if route is not None:
+            # Both names lead to it until it has answered.
+            self._routes[command.new_id] = _Route(route.kind, loaded=True)
+        await engine.rename_stage(command)
+
     async def resize_stage(self, command: ResizeStage) -> None:
         """See ``EngineClient.resize_stage``."""
         await self._having(command.instance_id).resize_stage(command)
@@ -291,6 +301,8 @@ class EngineSwitch:
                 if route is not None and route.kind is not kind:
                     # It is about what was here before the instance came back on another engine.
                     return ()
+            case StageRenamed():
+                self._routes.pop(event.old_id, None)
             case EngineDied():
                 return self._of_one(kind, event)
             case _:
