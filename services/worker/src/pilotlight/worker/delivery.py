@@ -9,10 +9,21 @@ from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.publisher import TokenPublisher
+from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.tracing import PrefillSpans
 
 _Sampled = tuple[Produced, Moment | None]
 """What the engine gave a request, and when."""
+
+
+def source_of(table: RequestTable, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
+    """An instance of the engine that took steps, if one is known: they are one engine's."""
+    instances = (
+        table.instance_of(RequestKey(one.request_id, one.attempt))
+        for told in steps
+        for one in told.message.produced
+    )
+    return next((one for one in instances if one is not None), None)
 
 
 class TokenDelivery:

@@ -49,10 +49,9 @@ from pilotlight.policy.cluster import (
 )
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.lending import LendingRules
-from pilotlight.policy.request import RequestKey
 from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
-from pilotlight.worker.delivery import TokenDelivery
+from pilotlight.worker.delivery import TokenDelivery, source_of
 from pilotlight.worker.device_watch import DeviceWatch
 from pilotlight.worker.engine_starts import EngineStarts
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
@@ -267,16 +266,7 @@ class Worker:
             if self._delivery.take(steps, self.stages.held.unproven):
                 self.stages.on_requests_ended()
         except InternalError as error:
-            await self._distrust(error, self._source_of(steps))
-
-    def _source_of(self, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
-        """An instance of the engine that took steps, if one is known: they are one engine's."""
-        instances = (
-            self.core.table.instance_of(RequestKey(one.request_id, one.attempt))
-            for told in steps
-            for one in told.message.produced
-        )
-        return next((one for one in instances if one is not None), None)
+            await self._distrust(error, source_of(self.core.table, steps))
 
     async def _distrust(self, error: InternalError, having: InstanceId | None) -> None:
         """An engine's books are wrong, for one request or for more: its tokens cannot be trusted.

@@ -124,7 +124,7 @@ class BatchScheduler:
         self._queue.add(request)
 
     def schedule(self, now_s: float, at_most: int | None = None) -> Plan:
-        """The next forward pass; it holds the oldest one in any case, unless a token of it is under way.
+        """The next forward pass; it holds the oldest one, unless a token of it is under way.
 
         With ``at_most``, it holds no more requests than that: those that are left make the next
         micro-batch. A request whose next token is still under way is booked as run (see

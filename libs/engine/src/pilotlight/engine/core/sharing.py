@@ -44,7 +44,14 @@ class Sharing:
     def of_step(
         self, running: Running, waiting: Collection[Request], promises: Promises, now_s: float
     ) -> StepShare:
-        """What prompts may have of a step: less where streams get their tokens, too."""
+        """What prompts may have of a step: less where streams get their tokens, too.
+
+        Args:
+            running: oldest first.
+            waiting: in the order in which they came.
+            promises: that are to be kept.
+            now_s: on the engine's clock.
+        """
         streams = [request for request in running.values() if request.wanted == 1]
         whole = self.limits.step_tokens
         begun = [request for request in running.values() if request.wanted > 1]
