@@ -67,7 +67,10 @@ MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the engine waits."""
 SIM_PORT = 1
 """Where a simulated engine says that it listens: nothing connects to it."""
-NO_GRAMMAR = "a simulated worker makes tokens without a meaning, which follow no grammar; leave out what the answer must look like, or compute"
+NO_GRAMMAR = (
+    "a simulated worker makes tokens that follow no grammar: leave out what the answer must look "
+    "like, or run the model on workers that compute"
+)
 
 
 class SimEngine:
