@@ -63,13 +63,12 @@ from pilotlight.worker.engines.sim_steps import MAX_BATCH, NO_TIME_S, SimSteps
 
 log = structlog.get_logger()
 
-MAX_EVENTS = 1024
-"""Events that wait to be worked on; past it the engine waits."""
+MAX_EVENTS = 1024  # That wait to be worked on; past it the engine waits.
 SIM_PORT = 1
 """Where a simulated engine says that it listens: nothing connects to it."""
 NO_GRAMMAR = (
-    "a simulated worker makes tokens that follow no grammar: leave out what the answer must look "
-    "like, or run the model on workers that compute"
+    "a simulated worker follows no grammar: leave out what the answer must look like, or use one "
+    "that computes"
 )
 
 
