@@ -121,6 +121,7 @@ class ScriptedEngine:
         *,
         vocabulary: Any,
         share: Any,
+        promise: Any,
     ) -> None:
         self.deadlines[request_id] = deadline_s
         if instance_id not in self.expected:

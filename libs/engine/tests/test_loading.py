@@ -221,4 +221,5 @@ def test_every_error_has_its_code_of_the_taxonomy():
         "peer_refused",
         "queue_full",
         "engine_failed",
+        "restore_failed",
     }

@@ -192,6 +192,11 @@ async def test_a_model_larger_than_the_cluster_is_refused_once_and_starves_nobod
     for _ in range(12):
         await fleet.later(0.3, huge=1)
     assert not fleet.under_way("huge")
+
+    async def written() -> bool:
+        return bool(await decisions(rig, "huge"))
+
+    await until(written)
     rows = await decisions(rig, "huge")
     assert [row.outcome["refused"] for row in rows] == ["no_worker"]
     assert "more than any worker has" in rows[0].outcome["message"]

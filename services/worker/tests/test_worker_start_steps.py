@@ -63,6 +63,10 @@ async def test_parts_come_while_the_process_begins_or_after_it(
     assert min(one.start_s for one in rig.phases[PhaseName.LOAD]) >= process.end_s
 
 
+BETWEEN_PROCESSES_S = 0.01
+"""A moment passes between processes by the clock of the day: it is not exact."""
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_parts_are_loaded_as_they_come_or_when_all_are_there(
     make_rig: MakeRig, leases: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -91,7 +95,8 @@ async def test_parts_are_loaded_as_they_come_or_when_all_are_there(
         leases.gate.set()
         await rig.state(HeldState.READY)
         await rig.until(lambda: PhaseName.LOAD in rig.phases)
-        assert min(one.start_s for one in rig.phases[PhaseName.LOAD]) >= opened_s
+        began_s = min(one.start_s for one in rig.phases[PhaseName.LOAD])
+        assert began_s >= opened_s - BETWEEN_PROCESSES_S
     assert placed == list(leases.pool.parts)
 
 

@@ -28,7 +28,8 @@ def run_batch(
         Exception: whatever else the device says; its context may be lost
             (``faults.context_lost``).
     """
-    began_s = monotonic_s()
+    promises = resident.scheduler.promises
+    began_s = monotonic_s() if promises.kept else 0.0
     try:
         done = resident.step(monotonic_s, may_wait=may_wait)
     except RuntimeError as error:
@@ -37,8 +38,8 @@ def run_batch(
             raise
         arena.trim()
         return relieved
-    if done.plan is not None:
-        resident.scheduler.promises.pace.ran(done.plan.batch, began_s, monotonic_s())
+    if promises.kept and done.plan is not None:
+        promises.pace.ran(done.plan.batch, began_s, monotonic_s())
     return done
 
 
