@@ -28,6 +28,8 @@ WARMED = 0.2
 GROWTH_BYTES = 24 * 1024 * 1024
 RIGHT = frozenset({200, 400, 404, 413, 429})
 ANSWER_S = 60.0
+LONGEST = 16 << 20
+"""Bytes of an answer that is read whole."""
 
 
 def gateway_rss_bytes(system: RunningSystem) -> int:
@@ -48,7 +50,7 @@ class Sender:
     async def send(self, one: Fuzzed) -> tuple[int, bytes]:
         """Status and body of the answer."""
         if self._ends is None:
-            self._ends = await asyncio.open_connection("127.0.0.1", self._port)
+            self._ends = await asyncio.open_connection("127.0.0.1", self._port, limit=LONGEST)
             self.connections += 1
         reader, writer = self._ends
         writer.write(
