@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from pilotlight.policy.eviction.base import (
     EvictionCandidate,
+    EvictionPolicy,
     EvictionRules,
     RoomRequest,
     plan_resident,
 )
+from pilotlight.policy.eviction.forecast import Forecast
 from pilotlight.policy.eviction.hysteresis import Hysteresis, HysteresisRules
 from pilotlight.policy.eviction.iam import Iam
 from pilotlight.policy.eviction.thrash import Thrash, ThrashWatch
@@ -28,10 +30,10 @@ M = ModelName("m")
 class Turns:
     """Models of one size over some places, each asked for as soon as the one before is served."""
 
-    def __init__(self, places: int, rules: HysteresisRules, residency_s: float = 0.0) -> None:
+    def __init__(self, places: int, policy: EvictionPolicy, residency_s: float = 0.0) -> None:
         self.places, self.residency_s = places, residency_s
         self.names = [f"m{number}" for number in range(places + 1)]
-        self.policy, self.watch = Iam(hysteresis=Hysteresis(rules)), ThrashWatch()
+        self.policy, self.watch = policy, ThrashWatch()
         self.here: dict[str, EvictionCandidate] = {}
         self.told: list[Thrash] = []
         self.loads_s: list[float] = []
@@ -64,8 +66,12 @@ class Turns:
         return plan.enough
 
 
-def in_turn(places: int, rules: HysteresisRules, service_s: float, rounds: int = 60) -> Turns:
-    turns = Turns(places, rules)
+def iam(rules: HysteresisRules = RULES) -> Iam:
+    return Iam(hysteresis=Hysteresis(rules))
+
+
+def in_turn(places: int, policy: EvictionPolicy, service_s: float, rounds: int = 60) -> Turns:
+    turns = Turns(places, policy)
     for number in range(rounds * (places + 1)):
         turns.ask(turns.names[number % (places + 1)], load_s=0.1, service_s=service_s)
     return turns
@@ -75,7 +81,7 @@ def in_turn(places: int, rules: HysteresisRules, service_s: float, rounds: int =
 @pytest.mark.parametrize("places", [2, 3, 5, 8])
 def test_all_but_one_place_keep_their_models(places: int, service_s: float) -> None:
     """Two loads a round are those of the last place, which two models share."""
-    turns = in_turn(places, RULES, service_s)
+    turns = in_turn(places, iam(), service_s)
     late = sum(one >= turns.now_s / 2 for one in turns.loads_s)
     assert late <= 2.5 * 30
     assert turns.told
@@ -84,11 +90,20 @@ def test_all_but_one_place_keep_their_models(places: int, service_s: float) -> N
 
 @pytest.mark.parametrize("places", [2, 7, 8])
 def test_without_it_there_are_more_reloads(places: int) -> None:
-    held, free = (len(in_turn(places, rules, 2.0).loads_s) for rules in (RULES, NONE))
+    held, free = (len(in_turn(places, iam(rules), 2.0).loads_s) for rules in (RULES, NONE))
     assert held < 0.8 * free
 
 
+@pytest.mark.parametrize("places", [3, 7, 15])
+def test_ours_keeps_most_places_too(places: int) -> None:
+    """By its choice among orders: recency would load for each request."""
+    turns = in_turn(places, Forecast(places), 2.0, rounds=300)
+    late = sum(one >= turns.now_s / 2 for one in turns.loads_s)
+    assert late <= 150 * (places + 1) * 0.6
+
+
 @settings(deadline=None, max_examples=30)
+@pytest.mark.parametrize("ours", [False, True])
 @given(
     places=st.integers(1, 6),
     load_s=st.sampled_from([0.1, 1.0, 5.0]),
@@ -97,10 +112,11 @@ def test_without_it_there_are_more_reloads(places: int) -> None:
     seed=st.none() | st.integers(0, 99),
 )
 def test_reloads_are_bounded_and_none_starves_in_any_order(
-    places: int, load_s: float, residency_s: float, service_s: float, seed: int | None
+    ours: bool, places: int, load_s: float, residency_s: float, service_s: float, seed: int | None
 ) -> None:
     """A place changes its model no oftener than once in a load and the minimum residency."""
-    turns, rng = Turns(places, RULES, residency_s), random.Random(seed)
+    policy = Forecast(places) if ours else iam()
+    turns, rng = Turns(places, policy, residency_s), random.Random(seed)
     for _ in range(12):
         names = turns.names if seed is None else rng.sample(turns.names, len(turns.names))
         for name in names:
@@ -145,7 +161,7 @@ def test_a_factor_by_hand() -> None:
 
 
 def test_what_is_more_important_by_more_than_the_margin_stays() -> None:
-    turns = in_turn(2, RULES, 1.0)
+    turns = in_turn(2, iam(), 1.0)
     settled = min(turns.here.values(), key=lambda one: one.resident_since_s)
     dear = copy("dear", 1, 100.0 * settled.penalty_s, now_s=turns.now_s)
     turns.policy.on_access(access("dear", turns.now_s))

@@ -15,9 +15,8 @@ from pilotlight.policy.cluster import HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy, Sized
 from pilotlight.policy.eviction.choice import make_policy
 
-DEFAULT = "iam"
-"""Its order follows from arrivals and reports alone. Ours (``pilotlight``) also follows what its
-shadow caches have counted since it began, which a cache that has just begun does not know."""
+DEFAULT = "pilotlight"
+"""What `make bench-cache` finds the best (decision 79)."""
 LOADED = frozenset({HeldState.READY, HeldState.DRAINING})
 
 Candidates = Callable[[], Iterable[EvictionCandidate]]
