@@ -12,6 +12,9 @@ from pathlib import Path
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.library import NativeError, library, out
 
+_recording = False
+"""Images of kernels are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphDump:
@@ -47,16 +50,39 @@ def record_images(cupti: str | None = None) -> None:
     Raises:
         NoDriver: there is no CUPTI, or another tool in this process has it already.
     """
+    global _recording
     library().call("images_record", (cupti or cupti_path()).encode())
+    _recording = True
 
 
-def add_image(image: bytes) -> None:
+def add_image(image: bytes, function: int = 0) -> None:
     """Keeps an image that was had in another way.
+
+    Args:
+        image: as it was loaded.
+        function: the driver's handle of a kernel that was loaded from it; 0: it is not known.
 
     Raises:
         NativeError: it holds no kernel.
     """
-    library().call("images_add", image, len(image))
+    library().call("images_add", image, len(image), function)
+
+
+def kernel_loaded(image: bytes, function: int) -> None:
+    """Keeps the image of a kernel that was just loaded, where this process records images.
+
+    CUPTI tells no handles: of several kernels of one name, only who loads them knows which is
+    whose.
+
+    Args:
+        image: as it was loaded.
+        function: the driver's handle.
+
+    Raises:
+        NativeError: the image holds no kernel.
+    """
+    if _recording:
+        add_image(image, function)
 
 
 def recorded_images() -> tuple[int, int]:
@@ -160,6 +186,15 @@ class GraphArchive:
             NativeError: it is not, or the driver refuses.
         """
         self._library.call("archive_launch", self._pointer, self._number(tag), stream)
+
+    def walk(self, tag: int, stream: int = 0) -> None:
+        """Runs a graph's nodes one after the other and waits for each: to find the one that is
+        wrong.
+
+        Raises:
+            NativeError: the driver refuses a node, or it fails; the message describes the node.
+        """
+        self._library.call("archive_walk", self._pointer, self._number(tag), stream)
 
     def close(self) -> None:
         """Gives graphs and kernels back."""

@@ -57,7 +57,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "copier_order_before": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "copier_counts": (None, (c_void_p, _U64, _U64, _U64, _U64)),
     "images_record": (c_int, (c_char_p,)),
-    "images_add": (c_int, (c_char_p, c_uint64)),
+    "images_add": (c_int, (c_char_p, c_uint64, c_uint64)),
     "images_count": (c_int, (_U64,)),
     "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
     "graphs_dump": (
@@ -71,6 +71,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_tag": (c_uint64, (c_void_p, c_uint32)),
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
+    "archive_walk": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_close": (None, (c_void_p,)),
     "read_open": (
         c_int,
