@@ -15,7 +15,7 @@ from graph_archives import ImageMaker, form_notes
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs
-from pilotlight.native.library import NativeError
+from pilotlight.native.library import NativeError, Nowhere
 
 ADDRESS, ARENA_BYTES = 0x6100_0000_0000, 64 * MIB
 CLUSTER, SHARED = 4, 8
@@ -262,6 +262,23 @@ def test_what_a_kernel_was_allowed_it_is_allowed_again(rig: Rig) -> None:
     rig.fill()
     archive.launch(1)
     assert rig.found == expected
+    archive.close()
+
+
+def test_an_address_where_nothing_is_known_is_refused_before_the_driver_hears_of_it(
+    rig: Rig,
+) -> None:
+    graph, *_ = some_of_one_name(rig, {b"one": 128, b"other": 128})
+    archive = rig.archive(rig.dump(_8=graph).archive)
+    slot = ADDRESS, ADDRESS + ARENA_BYTES // 2
+    known = [(place(0), place(0) + 8), (place(1) - 8, place(1) + 8)]
+    before = fake_cuda().calls("cuGraphCreate"), fake_cuda().calls("cuModuleLoadData")
+    assert archive.check_addresses(known, *slot) == 0
+    assert archive.check_addresses([], ADDRESS + 4096, slot[1]) == 2, "in the arena, but not there"
+    for wrong in (known[:1], [known[0], (place(1) + 1, place(1) + 8)]):
+        with pytest.raises(Nowhere, match=rf"at {place(1):#x}, in byte 0; node 1 of 2 of graph 8"):
+            archive.check_addresses(wrong, *slot)
+    assert before == (fake_cuda().calls("cuGraphCreate"), fake_cuda().calls("cuModuleLoadData"))
     archive.close()
 
 

@@ -4,7 +4,7 @@ same addresses.
 
 import ctypes
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +169,31 @@ class GraphArchive:
     def tags(self) -> tuple[int, ...]:
         """Of all graphs in it."""
         return tuple(self._numbers)
+
+    def check_addresses(self, known: Sequence[tuple[int, int]], first: int, stop: int) -> int:
+        """Looks at every word of parameters in [first, stop) that is an address; asks nothing of
+        the driver.
+
+        Args:
+            known: where something lies, [start, stop) in order; none touches the next.
+            first: addresses of what the graphs may use.
+            stop: their end.
+
+        Returns:
+            How many words are addresses of the arena outside of [first, stop). Some kernels have
+            bytes in their parameters that they never read.
+
+        Raises:
+            Nowhere: one lies in [first, stop), and in nothing that is known; the message describes
+                its node.
+        """
+        bounds = [bound for each in known for bound in each]
+        pointer, elsewhere = out(c_uint64)
+        places = (c_uint64 * len(bounds))(*bounds)
+        self._library.call(
+            "archive_check_addresses", self._pointer, places, len(known), first, stop, pointer
+        )
+        return elsewhere()
 
     def build(self, tag: int, stream: int = 0) -> None:
         """Makes a graph ready to be launched; what its memory copies touch is backed by now.

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,16 @@ int open_graph_driver() {
     api.found = true;
     return OK;
 }
+
+namespace {
+
+std::string address_text(std::uint64_t address) {
+    char text[24];
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(address));
+    return text;
+}
+
+}  // namespace
 
 class Archive {
   public:
@@ -86,6 +97,33 @@ class Archive {
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
         for (std::uint32_t node = 0; node < graphs_[number].num_nodes; node++)
             if (int failed = run_alone(graphs_[number], node, stream)) return explain(failed, graphs_[number], node);
+        return OK;
+    }
+
+    // Whether every word of parameters that is an address in [first, stop) lies in one of `ranges`, which are in order; asks nothing of the
+    // driver. Counts the words that are addresses of the arena, but not there: some kernels have bytes in their parameters that they never read.
+    int check_addresses(const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first, std::uint64_t stop, std::uint64_t *elsewhere) const {
+        const std::uint64_t arena_stop = header_.arena_address + header_.arena_bytes;
+        *elsewhere = 0;
+        for (std::uint32_t number = 0; number < header_.num_graphs; number++) {
+            const GraphEntry &entry = graphs_[number];
+            auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
+            for (std::uint32_t node = 0; node < entry.num_nodes; node++) {
+                const char *params = at(entry.parameters) + nodes[node].params;
+                for (std::uint32_t place = 0; place + 8 <= nodes[node].param_bytes; place += 8) {
+                    std::uint64_t word = 0;
+                    std::memcpy(&word, params + place, sizeof word);
+                    if (word < header_.arena_address || word >= arena_stop) continue;
+                    if (word < first || word >= stop) {
+                        ++*elsewhere;
+                        continue;
+                    }
+                    // Bounds alternate: within a range, an odd number of them is not above.
+                    if ((std::upper_bound(ranges, ranges + 2 * count, word) - ranges) % 2 == 0)
+                        return explain(fail(NOWHERE, "nothing is known at " + address_text(word) + ", in byte " + std::to_string(place)), entry, node);
+                }
+            }
+        }
         return OK;
     }
 
@@ -280,6 +318,10 @@ PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t n
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->launch(number, stream);
+}
+PILOTLIGHT_EXPORT int pilotlight_archive_check_addresses(Archive *archive, const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first,
+                                                         std::uint64_t stop, std::uint64_t *elsewhere) {
+    return archive->check_addresses(ranges, count, first, stop, elsewhere);
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_walk(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->walk(number, stream);
