@@ -94,6 +94,16 @@ int add_any(CUgraphNode *node, CUgraph graph, const CUgraphNode *before, const C
     return add_kernel(node, graph, before, count, &given->kernel);
 }
 
+int get_param(CUfunction function, std::size_t param, std::size_t *offset, std::size_t *size) {
+    driver_calls++;
+    std::uintptr_t number = reinterpret_cast<std::uintptr_t>(function) - 1;
+    if (number >= num_kernels || param >= kernels[number].num_params) return 1;
+    std::uint32_t pair[2];
+    std::memcpy(pair, bytes + kernels[number].params + param * sizeof pair, sizeof pair);
+    *offset = pair[0], *size = pair[1];
+    return 0;
+}
+
 void install_fake() {
     driver().ctx_set_current = [](CUcontext) { return 0; };
     GraphDriver &api = graph_driver();
@@ -106,6 +116,8 @@ void install_fake() {
     api.module_load = load_module;
     api.module_unload = [](CUmodule) { return 0; };
     api.module_get_function = find_function;
+    api.func_get_param = get_param;
+    api.func_get_attribute = [](int *value, int, CUfunction) { driver_calls++; *value = 32; return 0; };
     api.func_set_attribute = [](CUfunction, int, int) { driver_calls++; return 0; };
     api.kernel_node_set_attribute = [](CUgraphNode, int, const CUattributeValue *value) { driver_calls++; look(value, sizeof *value); return 0; };
     api.add_kernel = add_kernel;

@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int INVALID_VALUE = 1, OUT_OF_MEMORY = 2, CAPTURE_UNSUPPORTED = 900;
+constexpr int INVALID_VALUE = 1, OUT_OF_MEMORY = 2, ILLEGAL_ADDRESS = 700, CAPTURE_UNSUPPORTED = 900;
 constexpr std::size_t GRANULE = 2 << 20;
 
 struct Memory {
@@ -50,6 +50,7 @@ std::map<std::uint64_t, std::size_t> registered;
 std::map<std::string, std::uint64_t> calls;
 std::map<std::string, Failure> failures;
 bool capturing = false, capture_spoilt = false;
+int faulted = 0;  // a kernel touched what is not there: the context answers nothing else any more
 std::mutex events_lock;
 std::condition_variable events_changed;
 bool events_held = false;
@@ -98,6 +99,21 @@ bool whole_mappings(std::uint64_t address, std::size_t bytes) {
 
 extern "C" {
 
+// For the parts of the fake in other files.
+int fake_entered(const char *name) {
+    std::lock_guard guard(lock);
+    return faulted ? faulted : entered(name);
+}
+int fake_backed(std::uint64_t address, std::size_t bytes) {
+    std::lock_guard guard(lock);
+    auto mapping = mappings.upper_bound(address);
+    if (mapping == mappings.begin()) return 0;
+    --mapping;
+    return mapping->second.accessible && address + bytes <= mapping->first + mapping->second.bytes;
+}
+void fake_fault() { faulted = ILLEGAL_ADDRESS; }
+void *fake_context() { return &total_bytes; }
+
 // What tests say and ask.
 void fake_set_memory(std::uint64_t bytes) { total_bytes = bytes; }
 std::uint64_t fake_used() { return used_bytes; }
@@ -106,7 +122,7 @@ std::uint64_t fake_reserved() { return reserved.size(); }
 std::uint64_t fake_registered() { return registered.size(); }
 std::uint64_t fake_calls(const char *name) { return calls[name]; }
 void fake_fail(const char *name, std::uint64_t in_calls, int code) { failures[name] = {calls[name] + in_calls, code}; }
-void fake_forgive() { failures.clear(); }
+void fake_forgive() { failures.clear(), faulted = 0; }
 void fake_capture(int on) { capturing = on, capture_spoilt = false; }
 int fake_capture_spoilt() { return capture_spoilt; }
 void fake_hold_events(int on) {
@@ -146,7 +162,7 @@ int cuCtxSetCurrent(void *) { return 0; }
 int cuCtxSynchronize() {
     ENTER("cuCtxSynchronize");
     capture_spoilt |= capturing;
-    return capturing ? CAPTURE_UNSUPPORTED : 0;
+    return capturing ? CAPTURE_UNSUPPORTED : faulted;
 }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     *least = 0;

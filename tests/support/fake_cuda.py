@@ -1,4 +1,4 @@
-"""Compiles the fake libcuda that lies beside this file, and talks to it: for tests on machines
+"""Compiles the fake libcuda that lies beside this file, in two parts, and talks to it: for tests on machines
 without a GPU.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pilotlight.native.building import compiler
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = (Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("fake_cuda_graphs.cpp"))
 MIB = 1 << 20
 
 
@@ -81,6 +81,6 @@ def fake_cuda() -> FakeCuda:
     made = Path(tempfile.mkdtemp(prefix="fake-cuda-")) / "libcuda.so.1"
     found = compiler()
     assert found is not None, "tests need a C++ compiler (apt-get install g++)"
-    command = [found, "-std=c++17", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(made)]
+    command = [found, "-std=c++17", "-O1", "-fPIC", "-shared", *map(str, SOURCES), "-o", str(made)]
     subprocess.run(command, check=True, timeout=120)
     return FakeCuda(made)

@@ -11,31 +11,50 @@ def note(kind, *words):
     return struct.pack("<BBH", 4, kind, len(payload)) + payload
 
 
+def form_notes(sizes, threads):
+    """Notes that say how a kernel's parameters lie, one behind the other, and with how many threads
+    it must be launched.
+    """
+    notes, offset = b"", 0
+    for ordinal, num_bytes in enumerate(sizes):
+        offset = -(-offset // num_bytes) * num_bytes
+        words = ordinal | offset << 16, num_bytes << 18
+        notes += note(0x17, 0, *words)
+        offset += num_bytes
+    return notes + note(0x10, threads, 1, 1)
+
+
 class ImageMaker:
     """An image of the form that the driver's compiler gives: a section of code, notes and constants
     for each kernel.
+
+    All kernels have ``code`` and ``notes`` beside their own.
     """
 
-    def __init__(self, kernels, functions=("helper",)):
+    def __init__(self, kernels, functions=("helper",), code=b"", notes=b""):
         self.names, self.bodies, self.kinds = [""], [b""], [(0, 0, 0, 0)]  # type, flags, link, info
         self.symbols = [("", 0, 0, 0)]  # name, info, other, section
         for function in functions:
             text = self.add(f".text.{function}", b"H" * 40, 1, 6)
             self.symbols.append((function, 0x02, DEVICE_FUNCTION, text))
         for kernel in kernels:
-            text = self.add(f".text.{kernel}", kernel.encode() * 50, 1, 6)
+            text = self.add(f".text.{kernel}", kernel.encode() * 50 + code, 1, 6)
             self.symbols.append((kernel, 0x12, KERNEL, text))
             bank = self.add(f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2, info=text)
             self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
         number = {name: index for index, (name, *_) in enumerate(self.symbols)}
         for kernel in kernels:
-            notes = (
+            own = (
                 note(0x0A, number[f".nv.constant0.{kernel}"], 0x200)
                 + b"\x03\x19\x08\x00"
                 + note(0x0F, number[functions[0]])
             )
             self.add(
-                f".nv.info.{kernel}", notes, NV_INFO, 0x40, info=self.names.index(f".text.{kernel}")
+                f".nv.info.{kernel}",
+                own + notes,
+                NV_INFO,
+                0x40,
+                info=self.names.index(f".text.{kernel}"),
             )
             relocation = struct.pack("<QQq", 8, number[functions[0]] << 32 | 2, 0)
             self.add(

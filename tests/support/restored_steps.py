@@ -1,7 +1,9 @@
 """Decode steps of a small model on a device, in a process of their own: recorded by one process,
 restored by another.
 
-``python restored_steps.py record FOLDER`` or ``restore FOLDER WAY`` prints one line of JSON.
+``python restored_steps.py record FOLDER``, ``restore FOLDER WAY`` or ``walk FOLDER KIND`` prints one
+line of JSON. ``walk`` is for diagnosis: it runs every graph node by node and waits for each, then
+as a graph, and says which one gives what.
 """
 
 import json
@@ -10,10 +12,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pilotlight.native.graphs import record_images
+from pilotlight.native.graphs import GraphArchive, record_images, recorded_images
 
 if __name__ == "__main__" and sys.argv[1] == "record":
     # Before the first kernel is loaded.
@@ -30,12 +33,14 @@ from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.graphs import SIZES
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
+from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.engine.models.registry import decoder_of
+from pilotlight.native.library import NativeError
 from pilotlight.policy.materialized import GraphLayout
 from pilotlight.policy.model import Dtype
 
@@ -110,6 +115,7 @@ def record(folder: Path) -> dict[str, Any]:
             "record_s": round(seconds, 2),
             "archive_bytes": len(recorded.archive),
             "pool_bytes": recorded.layout.pool_bytes,
+            "images": recorded_images()[0],
         }
         eager.compute.close()
         eager.memory.close()
@@ -128,11 +134,53 @@ class NoGraphs:
 
 
 def restore(folder: Path, way: str) -> dict[str, Any]:
-    """Restores each kind's graphs in one of the ways below; what they give."""
+    """Restores each kind's graphs in one of the ways below; what they give. The first that fails is
+    the last: its stage holds the slot.
+    """
     arena, told = CudaArena(0), {}
     for kind in KINDS if way == "plain" else KINDS[:1]:
         told[kind] = restore_one(arena, folder, kind, way)
+        if told[kind]["failed"]:
+            break
     return told
+
+
+def walk(folder: Path, kind: str) -> dict[str, str]:
+    """What each size's trial gives, node by node and as a graph: "same", the digest, or why not."""
+    arena = CudaArena(0)
+    layout = decode_json((folder / f"{kind}.json").read_bytes(), GraphLayout)
+
+    def read() -> bytes:
+        raise GraphsRefused("walk", "the pool is taken, and nothing else is wanted")
+
+    stage = Stage(arena, kind, SLOT, RestoredGraphs(layout, read))
+    archive = GraphArchive(
+        arena.native, (folder / f"{kind}.graphs").read_bytes(), arena.native_arena
+    )
+    told: dict[str, str] = {}
+    stream = torch.cuda.current_stream().cuda_stream
+    ways = {"walk": archive.walk, "graph": partial(_build_and_launch, archive)}
+    steps = stage.compute.runner
+    assert isinstance(steps, CudaRangeRunner)
+    for trial in layout.trials:
+        for way, go in ways.items():
+            name = f"{trial.rows} {way}"
+            try:
+                stage.memory.graph_pool_bytes(layout.pool_bytes).fill_(POISON)
+                with steps.trial_inputs(trial.rows):
+                    torch.cuda.synchronize()
+                    go(trial.rows, stream)
+                    found = digest_of(steps.logits(trial.rows))
+            except (NativeError, RuntimeError) as error:
+                told[name] = str(error)
+                return told
+            told[name] = "same" if found == trial.digest else found
+    return told
+
+
+def _build_and_launch(archive: GraphArchive, rows: int, stream: int) -> None:
+    archive.build(rows, stream)
+    archive.launch(rows, stream)
 
 
 def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str, Any]:
@@ -153,7 +201,8 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
     began_s = time.perf_counter()
     stage = Stage(arena, kind, OTHER_SLOT if way == "slot" else SLOT, plan)
     built_s = time.perf_counter() - began_s
-    poison_bytes = layout.pool_bytes if way == "plain" else 0
+    # Of graphs that are refused the pool has no such memory.
+    poison_bytes = layout.pool_bytes if way == "plain" and not plan.news.refused else 0
     found: dict[str, str] = {}
     failed, first_s = "", 0.0
     try:
@@ -184,7 +233,8 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
 if __name__ == "__main__":
     torch.zeros(1, device="cuda")
     place = Path(sys.argv[2])
-    said = record(place) if sys.argv[1] == "record" else restore(place, sys.argv[3])
+    ways = {"record": record, "restore": restore, "walk": walk}
+    said = ways[sys.argv[1]](place, *sys.argv[3:])
     print(json.dumps(said))
     sys.stdout.flush()
     os._exit(0)  # what failed half-way ends with the process

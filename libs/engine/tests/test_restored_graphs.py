@@ -14,7 +14,7 @@ from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
 from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.restored import GraphsRefused
 from pilotlight.engine.errors import RestoreFailed
-from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
+from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
 from pilotlight.policy.materialized import Trial
 from pilotlight.policy.model import Stage
 
@@ -123,6 +123,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "a smaller pool": (lambda rig: setattr(rig.pool, "mapped_bytes", POOL_BYTES - 1), "pool"),
     "bytes": (unreadable, "graphs_digest"),
     "the archive": (opened_with(NativeError(-1, "cut off")), "archive"),
+    "an address of nothing": (opened_with(Nowhere(-6, "at 5")), "addresses"),
     "another arena": (opened_with(AddressTaken(-2, "at 5")), "arena_address"),
     "a bug": (opened_with(ZeroDivisionError("oh")), "thread"),
     "sizes": (lambda rig: setattr(rig.device, "tags", (1, 2)), "sizes"),

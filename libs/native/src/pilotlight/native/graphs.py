@@ -4,13 +4,16 @@ same addresses.
 
 import ctypes
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.library import NativeError, library, out
+
+_recording = False
+"""Images of kernels are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +50,39 @@ def record_images(cupti: str | None = None) -> None:
     Raises:
         NoDriver: there is no CUPTI, or another tool in this process has it already.
     """
+    global _recording
     library().call("images_record", (cupti or cupti_path()).encode())
+    _recording = True
 
 
-def add_image(image: bytes) -> None:
+def add_image(image: bytes, function: int = 0) -> None:
     """Keeps an image that was had in another way.
+
+    Args:
+        image: as it was loaded.
+        function: the driver's handle of a kernel that was loaded from it; 0: it is not known.
 
     Raises:
         NativeError: it holds no kernel.
     """
-    library().call("images_add", image, len(image))
+    library().call("images_add", image, len(image), function)
+
+
+def kernel_loaded(image: bytes, function: int) -> None:
+    """Keeps the image of a kernel that was just loaded, where this process records images.
+
+    CUPTI tells no handles: of several kernels of one name, only who loads them knows which is
+    whose.
+
+    Args:
+        image: as it was loaded.
+        function: the driver's handle.
+
+    Raises:
+        NativeError: the image holds no kernel.
+    """
+    if _recording:
+        add_image(image, function)
 
 
 def recorded_images() -> tuple[int, int]:
@@ -144,6 +170,31 @@ class GraphArchive:
         """Of all graphs in it."""
         return tuple(self._numbers)
 
+    def check_addresses(self, known: Sequence[tuple[int, int]], first: int, stop: int) -> int:
+        """Looks at every word of parameters in [first, stop) that is an address; asks nothing of
+        the driver.
+
+        Args:
+            known: where something lies, [start, stop) in order; none touches the next.
+            first: addresses of what the graphs may use.
+            stop: their end.
+
+        Returns:
+            How many words are addresses of the arena outside of [first, stop). Some kernels have
+            bytes in their parameters that they never read.
+
+        Raises:
+            Nowhere: one lies in [first, stop), and in nothing that is known; the message describes
+                its node.
+        """
+        bounds = [bound for each in known for bound in each]
+        pointer, elsewhere = out(c_uint64)
+        places = (c_uint64 * len(bounds))(*bounds)
+        self._library.call(
+            "archive_check_addresses", self._pointer, places, len(known), first, stop, pointer
+        )
+        return elsewhere()
+
     def build(self, tag: int, stream: int = 0) -> None:
         """Makes a graph ready to be launched; what its memory copies touch is backed by now.
 
@@ -160,6 +211,15 @@ class GraphArchive:
             NativeError: it is not, or the driver refuses.
         """
         self._library.call("archive_launch", self._pointer, self._number(tag), stream)
+
+    def walk(self, tag: int, stream: int = 0) -> None:
+        """Runs a graph's nodes one after the other and waits for each: to find the one that is
+        wrong.
+
+        Raises:
+            NativeError: the driver refuses a node, or it fails; the message describes the node.
+        """
+        self._library.call("archive_walk", self._pointer, self._number(tag), stream)
 
     def close(self) -> None:
         """Gives graphs and kernels back."""

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pilotlight.native.building import CannotCompile, compile_library, library_name
 
-OUT_OF_MEMORY, MISUSED, TAKEN, NO_DRIVER, OUT_OF_ROOM, TIMED_OUT = 2, -1, -2, -3, -4, -5
+OUT_OF_MEMORY, MISUSED, TAKEN, NO_DRIVER, OUT_OF_ROOM = 2, -1, -2, -3, -4
+TIMED_OUT, NOWHERE = -5, -6
 """What functions return: the driver's code, or one of the library's own."""
 _U64 = POINTER(c_uint64)
 _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -57,7 +58,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "copier_order_before": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "copier_counts": (None, (c_void_p, _U64, _U64, _U64, _U64)),
     "images_record": (c_int, (c_char_p,)),
-    "images_add": (c_int, (c_char_p, c_uint64)),
+    "images_add": (c_int, (c_char_p, c_uint64, c_uint64)),
     "images_count": (c_int, (_U64,)),
     "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
     "graphs_dump": (
@@ -71,6 +72,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_tag": (c_uint64, (c_void_p, c_uint32)),
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
+    "archive_check_addresses": (c_int, (c_void_p, _U64, c_uint64, c_uint64, c_uint64, _U64)),
+    "archive_walk": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_close": (None, (c_void_p,)),
     "read_open": (
         c_int,
@@ -129,11 +132,16 @@ class TooSlow(NativeError):
     """It did not come to an end in time."""
 
 
+class Nowhere(NativeError):
+    """An address lies where nothing is known to be."""
+
+
 _ERRORS: dict[int, type[NativeError]] = {
     OUT_OF_MEMORY: OutOfMemory,
     TAKEN: AddressTaken,
     NO_DRIVER: NoDriver,
     TIMED_OUT: TooSlow,
+    NOWHERE: Nowhere,
 }
 
 

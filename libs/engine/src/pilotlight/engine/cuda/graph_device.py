@@ -43,12 +43,15 @@ class ArchiveOnDevice:
 
         Raises:
             AddressTaken: the arena lies elsewhere than the one that the graphs were made for.
+            Nowhere: a graph has an address in the stage's slot where nothing is.
             NativeError: the archive does not hold together.
         """
         arena = memory.arena
         assert isinstance(arena, CudaArena)
         self._device = arena.device
         self._archive = GraphArchive(arena.native, archive, arena.native_arena)
+        self.elsewhere = self._archive.check_addresses(known_addresses(memory), *_slot_of(memory))
+        """Words of parameters that are addresses of other slots, or of eager work."""
         self._uploads = torch.cuda.Stream(arena.device)
 
     @property
@@ -84,3 +87,51 @@ class RestoredGraph:
 
     def reset(self) -> None:
         """All graphs of an archive go together."""
+
+
+def known_addresses(memory: StageMemory) -> list[tuple[int, int]]:
+    """Where a stage's steps may read and write, [start, stop) in order: in what has memory; in KV,
+    which comes and goes, in the first block of a layer's keys and of its values.
+    """
+    arena, layout = memory.arena, memory.layout
+    assert isinstance(arena, CudaArena)
+    first, stop = _slot_of(memory)
+    base = arena.address
+    backed = arena.native_arena.backed
+    kv = [
+        extent
+        for layer in range(memory.stage.start, memory.stage.stop)
+        for extent in layout.kv(layer, 0, 1)
+    ]
+    known = [
+        *((base + start, base + end) for start, end in backed(first - base, _kv_start(memory))),
+        *((first + one.start, first + one.stop) for one in kv),
+        *(
+            (base + start, base + end)
+            for start, end in backed(first - base + layout.steps.start, stop - base)
+        ),
+    ]
+    return _joined(known)
+
+
+def _kv_start(memory: StageMemory) -> int:
+    """In the arena."""
+    return memory.slot_number * memory.arena.slot_bytes + memory.layout.keys(0)
+
+
+def _slot_of(memory: StageMemory) -> tuple[int, int]:
+    arena = memory.arena
+    assert isinstance(arena, CudaArena)
+    first = arena.address + memory.slot_number * arena.slot_bytes
+    return first, first + arena.slot_bytes
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without ranges that touch."""
+    made: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if made and made[-1][1] == start:
+            made[-1] = made[-1][0], stop
+        else:
+            made.append((start, stop))
+    return made

@@ -15,13 +15,14 @@ import torch
 
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.graph_device import ArchiveOnDevice
 from pilotlight.engine.cuda.graphs import SIZES, DecodeSteps, GraphSet, GraphSupplier
 from pilotlight.engine.cuda.restored import POISON, places_of
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.graphs import GraphDump, dump_graphs
-from pilotlight.native.library import NativeError
+from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, GraphPlace, Trial
 
 log = structlog.get_logger()
@@ -133,6 +134,12 @@ class GraphRecorder:
             )
         if len(dump.archive) > MAX_GRAPHS_BYTES:
             raise NotRecorded("size", f"the graphs have {len(dump.archive)} bytes")
+        try:
+            device = ArchiveOnDevice(memory, dump.archive)
+        except Nowhere as error:
+            raise NotRecorded("addresses", str(error)) from error
+        log.info("addresses known", action="graph_addresses", elsewhere=device.elsewhere)
+        device.close()
         return dump
 
     def _handles(self, steps: DecodeSteps) -> dict[int, int]:

@@ -34,7 +34,7 @@ from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.engine.faults import out_of_memory
-from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
+from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
 from pilotlight.policy.graphs.restoring import Restoring, Run, ask, began, ended, next_graph
 from pilotlight.policy.materialized import GraphLayout
 
@@ -300,6 +300,8 @@ class RestoredGraphs:
             device = self._open(self._memory, archive)
         except AddressTaken as error:
             raise GraphsRefused("arena_address", str(error)) from error
+        except Nowhere as error:
+            raise GraphsRefused("addresses", str(error)) from error
         except NativeError as error:
             raise GraphsRefused("archive", str(error)) from error
         if sorted(device.tags) != sorted(self._recorded):

@@ -18,6 +18,7 @@ enum Result : int {
     NO_DRIVER = -3,   // libcuda is not there, or too old
     OUT_OF_ROOM = -4, // the region has no addresses left
     TIMED_OUT = -5,
+    NOWHERE = -6,     // an address lies where nothing is known to be
 };
 
 struct Driver {

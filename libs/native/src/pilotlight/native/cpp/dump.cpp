@@ -9,6 +9,7 @@
 #include "archive.h"
 #include "graph_api.h"
 #include "images.h"
+#include "kernels.h"
 
 namespace pilotlight {
 
@@ -58,8 +59,7 @@ class Bytes {
 struct KnownKernel {
     std::string name;
     KernelEntry entry;
-    std::vector<std::uint32_t> params;  // pairs of (offset, bytes)
-    std::uint32_t param_bytes = 0;
+    KernelForm form;
     std::map<int, CUattributeValue> plain;  // attributes of a node without any
 };
 
@@ -83,11 +83,12 @@ class Dumper {
         }
         std::vector<ImageEntry> images;
         if (int failed = put_images(prune, &images)) return failed;
+        if (int failed = prove_images(images)) return failed;
         std::vector<KernelEntry> kernels;
         for (KnownKernel &kernel : kernels_) {
             kernel.entry.name = out_.put(kernel.name.c_str(), kernel.name.size() + 1);
-            kernel.entry.params = out_.put(kernel.params);
-            kernel.entry.num_params = kernel.params.size() / 2;
+            kernel.entry.params = out_.put(kernel.form.params);
+            kernel.entry.num_params = kernel.form.params.size() / 2;
             kernels.push_back(kernel.entry);
         }
         std::memcpy(header.magic, MAGIC, sizeof MAGIC);
@@ -212,10 +213,10 @@ class Dumper {
         std::copy(given.grid, given.grid + 3, node->grid);
         std::copy(given.block, given.block + 3, node->block);
         node->shared_bytes = given.sharedMemBytes;
-        params->assign(kernel.param_bytes, '\0');
+        params->assign(kernel.form.param_bytes, '\0');
         if (given.kernelParams) {
-            for (std::size_t param = 0; param < kernel.params.size(); param += 2)
-                std::memcpy(&(*params)[kernel.params[param]], given.kernelParams[param / 2], kernel.params[param + 1]);
+            for (std::size_t param = 0; param < kernel.form.params.size(); param += 2)
+                std::memcpy(&(*params)[kernel.form.params[param]], given.kernelParams[param / 2], kernel.form.params[param + 1]);
         } else if (given.extra) {
             // cuBLASLt's kernels have their parameters so: one buffer, with descriptors for the tensor memory accelerator in it.
             const char *buffer = nullptr;
@@ -227,7 +228,7 @@ class Dumper {
             if (!buffer) return fail(MISUSED, "a node of " + kernel.name + " has no parameters");
             params->assign(buffer, bytes);
             node->packed = 1;
-        } else if (kernel.param_bytes) {
+        } else if (kernel.form.param_bytes) {
             return fail(MISUSED, "a node of " + kernel.name + " has no parameters");
         }
         for (int id : ATTRIBUTES) {
@@ -262,13 +263,9 @@ class Dumper {
         kernel.entry.carveout = attribute(FUNC_CARVEOUT);
         kernel.entry.non_portable_cluster = attribute(FUNC_NON_PORTABLE_CLUSTER);
         kernel.entry.cluster_policy = attribute(FUNC_CLUSTER_POLICY);
-        std::size_t offset = 0, bytes = 0;
-        for (std::size_t param = 0; graph_driver().func_get_param(function, param, &offset, &bytes) == CUDA_SUCCESS; param++) {
-            kernel.params.push_back(offset);
-            kernel.params.push_back(bytes);
-            kernel.param_bytes = std::max<std::uint32_t>(kernel.param_bytes, offset + bytes);
-        }
-        if (int failed = find_image(function, kernel.name, &kernel.entry.image)) return failed;
+        kernel.form = form_of(function);
+        if (int failed = finder_.find(function, kernel.name, &kernel.entry.image)) return failed;
+        used_[kernel.entry.image].insert(kernel.name);
         CUgraphNode plain = nullptr;
         PILOTLIGHT_TRY(graph_driver().add_kernel(&plain, scratch_, nullptr, 0, &given));
         for (int id : ATTRIBUTES) {
@@ -277,34 +274,6 @@ class Dumper {
         }
         *number = number_of_[function] = kernels_.size();
         kernels_.push_back(kernel);
-        return OK;
-    }
-
-    // The image that the kernel's module was loaded from: the smallest one with all of the module's kernels in it.
-    int find_image(CUfunction function, const std::string &name, std::uint32_t *number) {
-        CUmodule module = nullptr;
-        PILOTLIGHT_TRY(graph_driver().func_get_module(&module, function));
-        std::set<std::string> &kernels = modules_[module];
-        if (kernels.empty()) {
-            unsigned count = 0;
-            PILOTLIGHT_TRY(graph_driver().module_count(&count, module));
-            std::vector<CUfunction> functions(count);
-            PILOTLIGHT_TRY(graph_driver().module_enumerate(functions.data(), count, module));
-            for (CUfunction other : functions) {
-                const char *other_name = nullptr;
-                if (graph_driver().func_get_name(&other_name, other) == CUDA_SUCCESS) kernels.insert(other_name);
-            }
-        }
-        const auto &images = recorded_images();
-        std::size_t best = images.size();
-        for (std::size_t image = 0; image < images.size(); image++) {
-            const auto &there = images[image].kernels;
-            if (!there.count(name) || !std::includes(there.begin(), there.end(), kernels.begin(), kernels.end())) continue;
-            if (best == images.size() || there.size() < images[best].kernels.size()) best = image;
-        }
-        if (best == images.size()) return fail(MISUSED, "no recorded image has the kernel " + name);
-        used_[best].insert(name);
-        *number = best;
         return OK;
     }
 
@@ -324,6 +293,28 @@ class Dumper {
         }
         for (KnownKernel &kernel : kernels_) kernel.entry.image = placed[kernel.entry.image];
         return OK;
+    }
+
+    // Loads every image as another process will, and compares its kernels with those of the graphs.
+    int prove_images(const std::vector<ImageEntry> &images) {
+        NotRecorded guard;
+        for (std::uint32_t image = 0; image < images.size(); image++) {
+            CUmodule module = nullptr;
+            PILOTLIGHT_TRY(graph_driver().module_load(&module, out_.bytes.data() + images[image].start));
+            int failed = OK;
+            for (std::size_t number = 0; number < kernels_.size() && !failed; number++)
+                if (kernels_[number].entry.image == image) failed = prove_kernel(kernels_[number], module);
+            graph_driver().module_unload(module);
+            if (failed) return failed;
+        }
+        return OK;
+    }
+
+    static int prove_kernel(const KnownKernel &kernel, CUmodule module) {
+        CUfunction loaded = nullptr;
+        PILOTLIGHT_TRY(graph_driver().module_get_function(&loaded, module, kernel.name.c_str()));
+        std::string other = difference(kernel.form, form_of(loaded));
+        return other.empty() ? OK : fail(MISUSED, "the image kept of the kernel " + kernel.name + " has another one of that name: " + other);
     }
 
     // Counts the words that are addresses of the device: outside of the arena, another process has something else there.
@@ -352,7 +343,7 @@ class Dumper {
     std::vector<AttributeEntry> attributes_;
     std::vector<KnownKernel> kernels_;
     std::unordered_map<CUfunction, std::uint32_t> number_of_;
-    std::map<CUmodule, std::set<std::string>> modules_;
+    ImageFinder finder_;
     std::map<std::uint32_t, std::set<std::string>> used_;  // kernels by image
     std::unordered_map<std::uint64_t, bool> outside_;
     Report report_{};

@@ -52,6 +52,7 @@ struct CUattributeValue {
 
 enum NodeType : std::uint32_t { KERNEL = 0, MEMCPY = 1, MEMSET = 2, EMPTY = 5 };
 
+constexpr int FUNC_MAX_THREADS = 0, FUNC_STATIC_SHARED_BYTES = 1, FUNC_REGISTERS = 4;
 constexpr int FUNC_MAX_DYNAMIC_SHARED_BYTES = 8, FUNC_CARVEOUT = 9, FUNC_NON_PORTABLE_CLUSTER = 14, FUNC_CLUSTER_POLICY = 15;
 constexpr int POINTER_MEMORY_TYPE = 2;
 inline void *const PARAM_END = nullptr;

@@ -25,19 +25,23 @@ struct ModuleData {
 
 constexpr int RESOURCES = 3, MODULE_LOADED = 6;
 std::mutex images_lock;
+thread_local int not_recorded = 0;
 
-void add(const char *image, std::size_t bytes) {
-    std::lock_guard guard(images_lock);
+// The image's number. The lock is held.
+std::uint32_t add(const char *image, std::size_t bytes) {
+    std::vector<Image> &images = recorded_images();
     std::string data(image, bytes);
-    for (const Image &known : recorded_images())
-        if (known.data == data) return;
+    for (std::uint32_t number = 0; number < images.size(); number++)
+        if (images[number].data == data) return number;
     std::set<std::string> kernels = kernels_of(data);
-    recorded_images().push_back({std::move(data), std::move(kernels)});
+    images.push_back({std::move(data), std::move(kernels)});
+    return images.size() - 1;
 }
 
 void on_event(void *, int domain, std::uint32_t event, const void *data) {
-    if (domain != RESOURCES || event != MODULE_LOADED) return;
+    if (domain != RESOURCES || event != MODULE_LOADED || not_recorded) return;
     auto *module = static_cast<const ModuleData *>(static_cast<const ResourceData *>(data)->descriptor);
+    std::lock_guard guard(images_lock);
     if (module && module->image && module->bytes) add(module->image, module->bytes);
 }
 
@@ -47,6 +51,14 @@ std::vector<Image> &recorded_images() {
     static std::vector<Image> images;
     return images;
 }
+
+std::map<std::uint64_t, std::uint32_t> &images_of_functions() {
+    static std::map<std::uint64_t, std::uint32_t> images;
+    return images;
+}
+
+NotRecorded::NotRecorded() { not_recorded++; }
+NotRecorded::~NotRecorded() { not_recorded--; }
 
 }  // namespace pilotlight
 
@@ -66,11 +78,12 @@ PILOTLIGHT_EXPORT int pilotlight_images_record(const char *cupti) {
     return refused ? fail(NO_DRIVER, "CUPTI refuses with code " + std::to_string(refused)) : OK;
 }
 
-// Adds an image that was had in another way.
-PILOTLIGHT_EXPORT int pilotlight_images_add(const char *image, std::uint64_t bytes) {
-    std::string data(image, bytes);
-    if (kernels_of(data).empty()) return fail(MISUSED, "no kernel is in this image");
-    add(image, bytes);
+// Adds an image that was had in another way. `function` is the driver's handle of a kernel that was loaded from it; 0: it is not known.
+PILOTLIGHT_EXPORT int pilotlight_images_add(const char *image, std::uint64_t bytes, std::uint64_t function) {
+    if (kernels_of(std::string(image, bytes)).empty()) return fail(MISUSED, "no kernel is in this image");
+    std::lock_guard guard(images_lock);
+    std::uint32_t number = add(image, bytes);
+    if (function) images_of_functions()[function] = number;
     return OK;
 }
 

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -9,6 +10,7 @@
 
 #include "archive.h"
 #include "graph_api.h"
+#include "kernels.h"
 
 namespace pilotlight {
 
@@ -30,6 +32,16 @@ int open_graph_driver() {
     api.found = true;
     return OK;
 }
+
+namespace {
+
+std::string address_text(std::uint64_t address) {
+    char text[24];
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(address));
+    return text;
+}
+
+}  // namespace
 
 class Archive {
   public:
@@ -77,6 +89,44 @@ class Archive {
         return OK;
     }
 
+    // For diagnosis: runs a graph's nodes one after the other, each as a graph of its own, and waits for each. The first one that fails is
+    // described; an address that is wrong is seen at its node.
+    int walk(std::uint32_t number, CUstream stream) {
+        std::lock_guard guard(lock_);
+        if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
+        PILOTLIGHT_TRY(driver().ctx_set_current(context_));
+        for (std::uint32_t node = 0; node < graphs_[number].num_nodes; node++)
+            if (int failed = run_alone(graphs_[number], node, stream)) return explain(failed, graphs_[number], node);
+        return OK;
+    }
+
+    // Whether every word of parameters that is an address in [first, stop) lies in one of `ranges`, which are in order; asks nothing of the
+    // driver. Counts the words that are addresses of the arena, but not there: some kernels have bytes in their parameters that they never read.
+    int check_addresses(const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first, std::uint64_t stop, std::uint64_t *elsewhere) const {
+        const std::uint64_t arena_stop = header_.arena_address + header_.arena_bytes;
+        *elsewhere = 0;
+        for (std::uint32_t number = 0; number < header_.num_graphs; number++) {
+            const GraphEntry &entry = graphs_[number];
+            auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
+            for (std::uint32_t node = 0; node < entry.num_nodes; node++) {
+                const char *params = at(entry.parameters) + nodes[node].params;
+                for (std::uint32_t place = 0; place + 8 <= nodes[node].param_bytes; place += 8) {
+                    std::uint64_t word = 0;
+                    std::memcpy(&word, params + place, sizeof word);
+                    if (word < header_.arena_address || word >= arena_stop) continue;
+                    if (word < first || word >= stop) {
+                        ++*elsewhere;
+                        continue;
+                    }
+                    // Bounds alternate: within a range, an odd number of them is not above.
+                    if ((std::upper_bound(ranges, ranges + 2 * count, word) - ranges) % 2 == 0)
+                        return explain(fail(NOWHERE, "nothing is known at " + address_text(word) + ", in byte " + std::to_string(place)), entry, node);
+                }
+            }
+        }
+        return OK;
+    }
+
     std::uint64_t tag(std::uint32_t number) const { return number < header_.num_graphs ? graphs_[number].tag : 0; }
     const Header &header() const { return header_; }
 
@@ -90,6 +140,13 @@ class Archive {
             if (!module) PILOTLIGHT_TRY(graph_driver().module_load(&module, at(images_[kernel.image].start)));
             CUfunction loaded = nullptr;
             PILOTLIGHT_TRY(graph_driver().module_get_function(&loaded, module, at(kernel.name)));
+            // The driver reads as many parameters as the kernel has, from wherever it is told.
+            KernelForm form = form_of(loaded);
+            auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
+            if (form.params != std::vector<std::uint32_t>(layout, layout + 2 * kernel.num_params))
+                return fail(MISUSED, std::string("the kernel ") + at(kernel.name) + " takes parameters " +
+                                         layout_text(form.params.data(), form.params.size() / 2) + " as loaded, and " +
+                                         layout_text(layout, kernel.num_params) + " were recorded");
             const std::pair<int, std::int32_t> settings[] = {{FUNC_MAX_DYNAMIC_SHARED_BYTES, kernel.max_dynamic_shared},
                                                              {FUNC_CARVEOUT, kernel.carveout},
                                                              {FUNC_NON_PORTABLE_CLUSTER, kernel.non_portable_cluster},
@@ -117,22 +174,76 @@ class Archive {
                 std::memcpy(&kind, edges[edge].data, sizeof kind);
                 data.push_back(kind);
             }
-            const char *params = at(entry.parameters) + node.params;
-            if (node.type == KERNEL) {
-                if (int failed = add_kernel(entry, node, params, graph, before, data, &made[number])) return failed;
-            } else if (node.type == MEMCPY) {
-                CUmemcpy3D copy{};
-                std::memcpy(&copy, params, sizeof copy);
-                PILOTLIGHT_TRY(graph_driver().add_memcpy(&made[number], graph, before.data(), before.size(), &copy, context_));
-            } else if (node.type == MEMSET) {
-                CUmemsetNodeParams set{};
-                std::memcpy(&set, params, sizeof set);
-                PILOTLIGHT_TRY(graph_driver().add_memset(&made[number], graph, before.data(), before.size(), &set, context_));
-            } else {
-                PILOTLIGHT_TRY(graph_driver().add_empty(&made[number], graph, before.data(), before.size()));
-            }
+            if (int failed = add_node(entry, node, graph, before, data, &made[number])) return explain(failed, entry, number);
         }
         return OK;
+    }
+
+    int add_node(const GraphEntry &entry, const NodeEntry &node, CUgraph graph, const std::vector<CUgraphNode> &before,
+                 const std::vector<CUgraphEdgeData> &data, CUgraphNode *made) {
+        const char *params = at(entry.parameters) + node.params;
+        if (node.type == KERNEL) return add_kernel(entry, node, params, graph, before, data, made);
+        if (node.type == MEMCPY) {
+            CUmemcpy3D copy{};
+            std::memcpy(&copy, params, sizeof copy);
+            PILOTLIGHT_TRY(graph_driver().add_memcpy(made, graph, before.data(), before.size(), &copy, context_));
+        } else if (node.type == MEMSET) {
+            CUmemsetNodeParams set{};
+            std::memcpy(&set, params, sizeof set);
+            PILOTLIGHT_TRY(graph_driver().add_memset(made, graph, before.data(), before.size(), &set, context_));
+        } else {
+            PILOTLIGHT_TRY(graph_driver().add_empty(made, graph, before.data(), before.size()));
+        }
+        return OK;
+    }
+
+    int run_alone(const GraphEntry &entry, std::uint32_t number, CUstream stream) {
+        CUgraph graph = nullptr;
+        CUgraphNode made = nullptr;
+        CUgraphExec exec = nullptr;
+        PILOTLIGHT_TRY(graph_driver().graph_create(&graph, 0));
+        int failed = add_node(entry, reinterpret_cast<const NodeEntry *>(at(entry.nodes))[number], graph, {}, {}, &made);
+        if (!failed) failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
+        if (!failed) failed = check(graph_driver().launch(exec, stream), "graph_driver().launch");
+        if (!failed) failed = check(driver().ctx_synchronize(), "driver().ctx_synchronize");
+        if (exec) graph_driver().exec_destroy(exec);
+        graph_driver().graph_destroy(graph);
+        return failed;
+    }
+
+    // Adds to the message which node it was, and all that the driver looks at.
+    int explain(int failed, const GraphEntry &entry, std::uint32_t number) const {
+        const NodeEntry &node = reinterpret_cast<const NodeEntry *>(at(entry.nodes))[number];
+        std::string text = error_text() + "; node " + std::to_string(number) + " of " + std::to_string(entry.num_nodes) + " of graph " +
+                           std::to_string(entry.tag) + ", after " + std::to_string(node.num_edges) + " nodes, ";
+        return fail(failed, text + (node.type == KERNEL ? kernel_text(entry, node) : "type " + std::to_string(node.type)));
+    }
+
+    std::string kernel_text(const GraphEntry &entry, const NodeEntry &node) const {
+        const KernelEntry &kernel = kernels_[node.kernel];
+        auto triple = [](const std::uint32_t *values) {
+            return std::to_string(values[0]) + "x" + std::to_string(values[1]) + "x" + std::to_string(values[2]);
+        };
+        auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
+        std::string text = std::string("kernel ") + at(kernel.name) + " of image " + std::to_string(kernel.image) + ", grid " + triple(node.grid) +
+                           ", block " + triple(node.block) + ", " + std::to_string(node.shared_bytes) + " bytes of shared memory, " +
+                           std::to_string(node.param_bytes) + " bytes of parameters " +
+                           (node.packed ? "in one buffer" : layout_text(layout, kernel.num_params)) + ", attributes";
+        auto *attributes = reinterpret_cast<const AttributeEntry *>(at(entry.attributes)) + node.first_attribute;
+        for (std::uint32_t attribute = 0; attribute < node.num_attributes; attribute++) {
+            std::uint32_t words[3];
+            std::memcpy(words, attributes[attribute].value, sizeof words);
+            text += " " + std::to_string(attributes[attribute].id) + "=" + triple(words);
+        }
+        text += "; recorded with at most " + std::to_string(kernel.max_dynamic_shared) + " bytes of dynamic shared memory";
+        CUfunction loaded = functions_[node.kernel];
+        if (!loaded) return text + "; not loaded";
+        KernelForm form = form_of(loaded);
+        int most_shared = -1;
+        graph_driver().func_get_attribute(&most_shared, FUNC_MAX_DYNAMIC_SHARED_BYTES, loaded);
+        return text + "; loaded with " + std::to_string(most_shared) + ", " + std::to_string(form.static_shared) + " static, at most " +
+               std::to_string(form.max_threads) + " threads, " + std::to_string(form.registers) + " registers, parameters " +
+               layout_text(form.params.data(), form.params.size() / 2);
     }
 
     int add_kernel(const GraphEntry &entry, const NodeEntry &node, const char *params, CUgraph graph, const std::vector<CUgraphNode> &before,
@@ -207,5 +318,12 @@ PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t n
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->launch(number, stream);
+}
+PILOTLIGHT_EXPORT int pilotlight_archive_check_addresses(Archive *archive, const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first,
+                                                         std::uint64_t stop, std::uint64_t *elsewhere) {
+    return archive->check_addresses(ranges, count, first, stop, elsewhere);
+}
+PILOTLIGHT_EXPORT int pilotlight_archive_walk(Archive *archive, std::uint32_t number, CUstream stream) {
+    return archive->walk(number, stream);
 }
 PILOTLIGHT_EXPORT void pilotlight_archive_close(Archive *archive) { delete archive; }

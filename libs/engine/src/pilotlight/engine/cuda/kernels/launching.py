@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from pilotlight.engine.watching import compiling
+from pilotlight.native.graphs import kernel_loaded
 
 Constant = int | bool
 
@@ -72,6 +73,8 @@ class Kernel:
             self._compiled[key] = made
             if made is not None:
                 self._launches[key] = _launch_of(made)
+                # All that are made of one function have its name.
+                kernel_loaded(made.asm["cubin"], made.function)
             return
         if grid[0] and grid[1]:
             # Of a tensor, triton asks the driver whether the device can reach it, each time.

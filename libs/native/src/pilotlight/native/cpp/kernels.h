@@ -1,0 +1,45 @@
+// Kernels as the driver knows them: what tells two of one name apart, and which image one was loaded from.
+//
+// A name alone does not: a compiler that makes a kernel anew for other constants gives it the same name each time, in an image of its own.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "graph_api.h"
+
+namespace pilotlight {
+
+// What the driver says of a kernel, and does not change while it is loaded.
+struct KernelForm {
+    std::vector<std::uint32_t> params;  // pairs of (offset, bytes)
+    std::uint32_t param_bytes = 0;
+    int max_threads = 0, registers = 0, static_shared = 0;
+};
+
+KernelForm form_of(CUfunction function);
+
+// "0+8 8+8 16+4": offsets and bytes.
+std::string layout_text(const std::uint32_t *params, std::size_t count);
+
+// What a kernel has otherwise than another; empty where they are alike.
+std::string difference(const KernelForm &wanted, const KernelForm &found);
+
+// Finds the recorded image of loaded kernels. Lives no longer than one dump.
+class ImageFinder {
+  public:
+    // Needs the graph driver.
+    ImageFinder();
+    // MISUSED: there is none, or there are several and nothing says which one was loaded.
+    int find(CUfunction function, const std::string &name, std::uint32_t *number);
+
+  private:
+    int names_in(CUmodule module, const std::string &name, std::set<std::string> **names);
+
+    std::map<CUmodule, std::uint32_t> known_;  // by whoever loaded them
+    std::map<CUmodule, std::set<std::string>> modules_;
+};
+
+}  // namespace pilotlight

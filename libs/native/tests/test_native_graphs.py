@@ -1,0 +1,296 @@
+"""Graphs written down by one process and made again by another, over a fake driver that has the
+driver's rules: every kernel comes from its own image, and what is refused says all of why.
+"""
+
+import ctypes
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_char_p, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from fake_cuda import MIB, FakeCuda, fake_cuda
+from graph_archives import ImageMaker, form_notes
+
+from pilotlight.native.device import Device, DeviceArena
+from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs
+from pilotlight.native.library import NativeError, Nowhere
+
+ADDRESS, ARENA_BYTES = 0x6100_0000_0000, 64 * MIB
+CLUSTER, SHARED = 4, 8
+POINTER_AND_WORD = struct.Struct("<QQ")
+_names = count()
+
+
+class NodeParams(ctypes.Structure):
+    _fields_ = [
+        ("func", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("params", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
+@dataclass
+class Driver:
+    """The fake, as one who captures graphs calls it."""
+
+    fake: ctypes.CDLL
+
+    def done(self, name: str, *arguments: object) -> None:
+        assert getattr(self.fake, name)(*arguments) == 0, name
+
+    def load(self, image: bytes, name: str) -> int:
+        """A function, as its library has it."""
+        module, function = c_void_p(), c_void_p()
+        self.done("cuModuleLoadData", ctypes.byref(module), c_char_p(image))
+        self.done("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        return function.value or 0
+
+    def allow_shared(self, function: int, num_bytes: int) -> None:
+        self.done("cuFuncSetAttribute", c_void_p(function), SHARED, num_bytes)
+
+    def graph(self) -> int:
+        made = c_void_p()
+        self.done("cuGraphCreate", ctypes.byref(made), 0)
+        return made.value or 0
+
+    def kernel(
+        self,
+        graph: int,
+        function: int,
+        params: bytes,
+        *,
+        threads: int = 128,
+        grid: tuple[int, int, int] = (4, 1, 1),
+        before: Sequence[int] = (),
+        packed: bool = False,
+        shared: int = 0,
+        edge: bytes = b"",
+    ) -> int:
+        """Adds a kernel's node; its parameters have eight bytes each."""
+        held = ctypes.create_string_buffer(params, len(params))
+        place, size = ctypes.addressof(held), ctypes.c_size_t(len(params))
+        each = (c_void_p * (len(params) // 8))(*range(place, place + len(params), 8))
+        whole = (c_void_p * 5)(1, place, 2, ctypes.addressof(size), None)
+        given = NodeParams(function, grid, (threads, 1, 1), shared)
+        given.params = None if packed else ctypes.addressof(each)
+        given.extra = ctypes.addressof(whole) if packed else None
+        made, nodes = c_void_p(), (c_void_p * max(1, len(before)))(*before)
+        number = ctypes.c_size_t(len(before))
+        if edge:
+            any_node = struct.pack("<4i", 0, 0, 0, 0) + bytes(given)
+            arguments = nodes, c_char_p(edge * len(before)), number, c_char_p(any_node)
+            self.done("cuGraphAddNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
+        else:
+            arguments = nodes, number, ctypes.byref(given)
+            self.done("cuGraphAddKernelNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
+        return made.value or 0
+
+    def cluster(self, node: int, size: int) -> None:
+        value = struct.pack("<3I", size, 1, 1).ljust(64, b"\0")
+        self.done("cuGraphKernelNodeSetAttribute", c_void_p(node), CLUSTER, c_char_p(value))
+
+    def replay(self, graph: int) -> None:
+        made = c_void_p()
+        self.done("cuGraphInstantiateWithFlags", ctypes.byref(made), c_void_p(graph), c_uint64(0))
+        self.done("cuGraphLaunch", made, None)
+
+
+@dataclass
+class Rig:
+    """An arena with memory behind its first half, and a driver."""
+
+    driver: Driver
+    device: Device
+    arena: DeviceArena
+
+    def fill(self) -> None:
+        ctypes.memset(ADDRESS, 7, 4096)
+
+    @property
+    def found(self) -> bytes:
+        return ctypes.string_at(ADDRESS, 4096)
+
+    def dump(self, **graphs: int) -> GraphDump:
+        return dump_graphs({int(tag[1:]): graph for tag, graph in graphs.items()}, self.arena)
+
+    def archive(self, data: bytes) -> GraphArchive:
+        return GraphArchive(self.device, data, self.arena)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    fake: FakeCuda = fake_cuda()
+    fake.reset()
+    device = Device(0, fake.path)
+    arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
+    arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
+    yield Rig(Driver(ctypes.CDLL(fake.path)), device, arena)
+    fake.reset()
+    arena.close()
+
+
+def image_of(name: str, code: bytes, threads: int = 128, sizes: Sequence[int] = (8, 8)) -> bytes:
+    return ImageMaker([name], code=code, notes=form_notes(sizes, threads)).image()
+
+
+def name_of_its_own() -> str:
+    """Images of other tests stay in the process."""
+    return f"kernel_{next(_names)}"
+
+
+def place(number: int) -> int:
+    return ADDRESS + 64 * number
+
+
+def some_of_one_name(
+    rig: Rig, forms: Mapping[bytes, int], *, told: bool = True
+) -> tuple[int, str, dict[bytes, bytes]]:
+    """A graph of kernels that a compiler made of one function for several numbers of threads; their
+    name and their images.
+    """
+    name, graph = name_of_its_own(), rig.driver.graph()
+    before: tuple[int, ...] = ()
+    images: dict[bytes, bytes] = {}
+    for number, (code, threads) in enumerate(forms.items()):
+        images[code] = image_of(name, code, threads)
+        function = rig.driver.load(images[code], name)
+        add_image(images[code], function if told else 0)
+        params = POINTER_AND_WORD.pack(place(number), number)
+        before = (rig.driver.kernel(graph, function, params, threads=threads, before=before),)
+    return graph, name, images
+
+
+def test_each_of_the_kernels_of_one_name_comes_from_its_own_image(rig: Rig) -> None:
+    graph, *_ = some_of_one_name(rig, {b"wide": 128, b"narrow": 32, b"single": 64})
+    rig.fill()
+    rig.driver.replay(graph)
+    expected = rig.found
+    dump = rig.dump(_8=graph)
+    assert (dump.nodes, dump.kernels, dump.images) == (3, 3, 3)
+    archive = rig.archive(dump.archive)
+    archive.build(8)
+    for launch in (archive.launch, archive.walk):
+        rig.fill()
+        launch(8)
+        assert rig.found == expected
+    archive.close()
+
+
+def test_kernels_of_one_name_that_nobody_tells_apart_are_refused(rig: Rig) -> None:
+    """CUPTI gives images without handles: any choice would be a guess."""
+    graph, *_ = some_of_one_name(rig, {b"wide": 128, b"narrow": 32}, told=False)
+    with pytest.raises(NativeError, match=r"2 recorded images have the kernel kernel_.*which one"):
+        rig.dump(_8=graph)
+
+
+def test_an_image_that_is_anothers_is_found_when_it_is_written_down(rig: Rig) -> None:
+    name = name_of_its_own()
+    function = rig.driver.load(image_of(name, b"loaded", 128), name)
+    add_image(image_of(name, b"another", 32, (8, 8, 8)), function)
+    graph = rig.driver.graph()
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    with pytest.raises(
+        NativeError,
+        match=r"another one of that name: threads at most 32, not 128; parameters 0\+8 8\+8 16\+8, not 0\+8 8\+8",
+    ):
+        rig.dump(_8=graph)
+
+
+def test_a_kernel_that_takes_other_parameters_never_reaches_a_graph(rig: Rig) -> None:
+    """The driver would read more addresses than it is given."""
+    graph, name, images = some_of_one_name(rig, {b"recorded": 128})
+    other = image_of(name, b"recorded", 128, (8, 16))
+    broken = with_image(rig.dump(_8=graph).archive, images[b"recorded"], other)
+    archive = rig.archive(broken)
+    with pytest.raises(NativeError, match=r"takes parameters 0\+8 16\+16 as loaded, and 0\+8 8\+8"):
+        archive.build(8)
+    archive.close()
+
+
+def test_a_node_that_the_driver_refuses_is_described(rig: Rig) -> None:
+    graph, name, images = some_of_one_name(rig, {b"first": 128, b"second": 128})
+    other = image_of(name, b"second", 32)
+    broken = with_image(rig.dump(_8=graph).archive, images[b"second"], other)
+    archive = rig.archive(broken)
+    with pytest.raises(NativeError) as refused:
+        archive.build(8)
+    for said in (
+        "CUDA_ERROR_INVALID_VALUE (1) in add_kernel",
+        "node 1 of 2 of graph 8, after 1 nodes, kernel kernel_",
+        "grid 4x1x1, block 128x1x1, 0 bytes of shared memory, 16 bytes of parameters 0+8 8+8",
+        "at most 32 threads",
+    ):
+        assert said in str(refused.value)
+    archive.close()
+
+
+def with_image(archive: bytes, old: bytes, new: bytes) -> bytes:
+    """The archive with another image of the same length in the place of one."""
+    assert len(new) == len(old)
+    assert archive.count(old) == 1
+    return archive.replace(old, new)
+
+
+def test_what_a_kernel_was_allowed_it_is_allowed_again(rig: Rig) -> None:
+    """Shared memory beyond the usual, clusters, edges that let a kernel begin early, and parameters
+    in one buffer.
+    """
+    name, graph = name_of_its_own(), rig.driver.graph()
+    image = image_of(name, b"code")
+    function = rig.driver.load(image, name)
+    add_image(image, function)
+    rig.driver.allow_shared(function, 100_000)
+    params = [POINTER_AND_WORD.pack(place(number), number) for number in range(3)]
+    first = rig.driver.kernel(graph, function, params[0], shared=90_000)
+    rig.driver.cluster(first, 2)
+    second = rig.driver.kernel(graph, function, params[1], packed=True, before=[first])
+    rig.driver.kernel(
+        graph, function, params[2], before=[first, second], edge=b"\1\0\1".ljust(8, b"\0")
+    )
+    rig.fill()
+    rig.driver.replay(graph)
+    expected = rig.found
+    archive = rig.archive(rig.dump(_1=graph).archive)
+    archive.build(1)
+    rig.fill()
+    archive.launch(1)
+    assert rig.found == expected
+    archive.close()
+
+
+def test_an_address_where_nothing_is_known_is_refused_before_the_driver_hears_of_it(
+    rig: Rig,
+) -> None:
+    graph, *_ = some_of_one_name(rig, {b"one": 128, b"other": 128})
+    archive = rig.archive(rig.dump(_8=graph).archive)
+    slot = ADDRESS, ADDRESS + ARENA_BYTES // 2
+    known = [(place(0), place(0) + 8), (place(1) - 8, place(1) + 8)]
+    before = fake_cuda().calls("cuGraphCreate"), fake_cuda().calls("cuModuleLoadData")
+    assert archive.check_addresses(known, *slot) == 0
+    assert archive.check_addresses([], ADDRESS + 4096, slot[1]) == 2, "in the arena, but not there"
+    for wrong in (known[:1], [known[0], (place(1) + 1, place(1) + 8)]):
+        with pytest.raises(Nowhere, match=rf"at {place(1):#x}, in byte 0; node 1 of 2 of graph 8"):
+            archive.check_addresses(wrong, *slot)
+    assert before == (fake_cuda().calls("cuGraphCreate"), fake_cuda().calls("cuModuleLoadData"))
+    archive.close()
+
+
+def test_a_walk_names_the_node_whose_address_is_wrong(rig: Rig) -> None:
+    name, graph = name_of_its_own(), rig.driver.graph()
+    image = image_of(name, b"code")
+    function = rig.driver.load(image, name)
+    add_image(image, function)
+    first = rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    nowhere = POINTER_AND_WORD.pack(ADDRESS + ARENA_BYTES - 64, 2)
+    rig.driver.kernel(graph, function, nowhere, before=[first])
+    archive = rig.archive(rig.dump(_1=graph).archive)
+    with pytest.raises(NativeError, match=r"\(700\) in ctx_synchronize.*; node 1 of 2 of graph 1"):
+        archive.walk(1)
+    archive.close()
