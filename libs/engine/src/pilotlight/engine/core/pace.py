@@ -82,7 +82,9 @@ class Pace:
         """Seconds of a step of streams with contexts of so many tokens; None: not known yet."""
         if self._least_s is None:
             return None
-        return self._least_s + (median(self._stream) * _stream_work(contexts) if self._stream else 0)
+        return self._least_s + (
+            median(self._stream) * _stream_work(contexts) if self._stream else 0
+        )
 
     @property
     def launches_s(self) -> float:

@@ -57,7 +57,9 @@ class Promises:
             return True
         return now_s + self._runs_s(request) + DELIVERY_S <= request.due_s
 
-    def choice(self, timely: Collection[Request], running: Iterable[Request], now_s: float) -> Request:
+    def choice(
+        self, timely: Collection[Request], running: Iterable[Request], now_s: float
+    ) -> Request:
         """Which of those that can be in time is next, so that most of them will be.
 
         Args:
