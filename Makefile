@@ -151,8 +151,8 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=
 	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES))
 
-bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; QUICK=1; PYTHON= as above
-	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(QUICK),--quick)
+bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; ROWS='azure' or '64 concurrent,16/s' some rows; QUICK=1; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(QUICK),--quick)
 
 bench-starvation:  ## more models than places, all wanted all the time, as JSON: DURATION_S=, MODELS=, PLACES=, MAX_TOKENS=
 	@tools/bootstrap.sh runtime

@@ -1,45 +1,42 @@
-"""What keeping promises gives an instance that is asked too much: ``make bench-promises``.
+"""What keeping promises gives an instance, at rates that it can keep and beyond: ``make
+bench-promises``.
 
-The engine's own scheduler (``pilotlight.engine.core``) in simulated time, under the arrivals and
-lengths of ``bench/served_gpu.py``'s conversations: ten seconds at three rates for each of two
-models, five draws. Steps take what they took on an H200, by five figures fitted to ``as served`` in
-docs/benchmarks.md; nothing else of a GPU is in it. Compared are steps that keep promises
-(``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them: up to
-8,192 tokens, first come, first served. Goodput is as there: TTFT of at most 200 ms, TPOT of at most
-20 ms.
+The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with its lookahead, under
+what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draws of
+its own runs and five others, and short prompts at a number of clients. Steps take what they took on
+an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared are steps that keep
+promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them:
+up to 8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at
+most 200 ms, TPOT of at most 20 ms.
 
 Prints one JSON document in the form of ``bench/results``.
 """
 
+import argparse
 import json
-import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
+import promises_device as device
 import served_gpu_load as load
-from served_gpu import commit, conversations, machine
+from promises_device import Asked, Served
+from served_gpu import OUTPUT_TOKENS, PROMPT_TOKENS, SEED, TURNS, commit, conversations, machine
+from served_gpu_up import NO_SLO_MS
 
-from pilotlight.engine.core.batch import Batch, Plan
-from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
-from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.scheduler import BatchScheduler
-from pilotlight.engine.core.tables import BlockTables
-from pilotlight.policy.fairness import NO_TENANT
-from pilotlight.policy.ids import RequestId
-from pilotlight.policy.request import Promise, RequestKey, Sampling
+from pilotlight.policy.request import Promise
 
 RATES = {"4B": (8.0, 16.0, 32.0), "8B": (6.0, 12.0, 24.0)}
-WINDOW_S, SEEDS = 10.0, range(20_231_121, 20_231_126)
+WINDOW_S = 10.0
+DRAWS, OTHERS_APART = range(6), 1000
+BEFORE = 5 + 2 * len(TURNS)
+"""Draws of ``bench/served_gpu.py`` before its first conversations that count."""
 SLO = Promise(first_token_in_s=load.TTFT_MS / 1000, token_s=load.TPOT_MS / 1000)
-KV_TOKENS = 600_000
-AROUND_S = 0.008
-"""From a client to the engine and back."""
-IDLE_S = 0.0005
-NOISE = (0.97, 1.06)
+NO_SLO = Promise(first_token_in_s=NO_SLO_MS[0] / 1000, token_s=NO_SLO_MS[1] / 1000)
 NOT_KEPT = BatchLimits(
     step_tokens=10_240, chunk_tokens=1024, running=256, gather_s=0.010, prefix_cache=False
 )
@@ -49,146 +46,85 @@ WAYS = {
     "not kept": NOT_KEPT,
     "vLLM's defaults": BatchLimits(step_tokens=8192, running=256, prefix_cache=False),
 }
+UNITS = {"output_tokens_per_s": "tokens/s", "goodput_per_s": "good requests/s"}
+"""Everything else is milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Seconds of a step: of each one, of a prompt's token, of a stream, of a token of its context,
-    and the least of one with prompts, which is no graph.
+def conversation(rate_per_s: float, seed: int) -> list[Asked]:
+    """Those that arrive at a rate."""
+    count = round(rate_per_s * WINDOW_S)
+    prompts, outputs = conversations(count, seed, 1)
+    at_s = load.arrivals(count, rate_per_s, seed)
+    return [Asked(*one) for one in zip(at_s, prompts, outputs, strict=True)]
+
+
+def served(shape: str, limits: BatchLimits, draw: int) -> dict[str, dict[str, float]]:
+    """Figures of all rows, one after the other on one instance, as ``bench/served_gpu.py`` has
+    them: what it has learned in one is there in the next.
+
+    Args:
+        shape: of the model.
+        limits: of its steps.
+        draw: 0: the one of ``bench/served_gpu.py``.
     """
-
-    step_s: float
-    prompt_token_s: float
-    stream_s: float
-    context_token_s: float
-    eager_s: float = 0.009
-
-    def takes_s(self, batch: Batch) -> float:
-        """Of a batch."""
-        streams = [one for one in batch.segments if one.count == 1]
-        prompt_tokens = batch.num_tokens - len(streams)
-        context = sum(one.stop for one in streams)
-        seconds = self.step_s + self.stream_s * len(streams) + self.context_token_s * context
-        seconds += self.prompt_token_s * prompt_tokens
-        return max(seconds, self.eager_s) if prompt_tokens else seconds
+    instance = Served(device.DEVICES[shape], limits, draw)
+    found: dict[str, dict[str, float]] = {}
+    for clients in TURNS:
+        short = [Asked(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * (clients * TURNS[clients])
+        found[f"{clients} concurrent"] = load.figures(instance.in_turn(short, clients, NO_SLO))
+    for place, rate in enumerate(RATES[shape]):
+        asked = conversation(rate, SEED + BEFORE + place + OTHERS_APART * draw)
+        answers = instance.arriving(asked, SLO)
+        found[f"AzureConv at {rate:g}/s"] = load.figures(answers, rate)
+    return found
 
 
-DEVICES = {
-    "4B": Device(0.00235, 13.5e-6, 20e-6, 0.10e-6),
-    "8B": Device(0.00415, 26.5e-6, 14e-6, 0.06e-6),
-}
+def rows_of(shape: str, common: Mapping[str, str]) -> list[dict[str, Any]]:
+    """In the form of ``bench/results``."""
+    found = {way: [served(shape, limits, draw) for draw in DRAWS] for way, limits in WAYS.items()}
+    rows: list[dict[str, Any]] = []
+    for row in next(iter(found.values()))[0]:
+        print(f"{shape}: {row}", file=sys.stderr)
+        for metric in load_metrics(row):
+            samples = {
+                way: [round(one[row][metric], 2) for one in runs] for way, runs in found.items()
+            }
+            medians = {way: round(statistics.median(runs), 2) for way, runs in samples.items()}
+            told = {"what": f"{shape}: {row}: {metric}", **common}
+            told |= {"unit": UNITS.get(metric, "ms")}
+            rows.append({**told, "samples": samples, "medians": medians})
+            print(line(metric, medians, samples), file=sys.stderr)
+    return rows
 
 
-@dataclass(slots=True)
-class Told:
-    """A request's times."""
-
-    came_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
-    tokens: int = 0
-
-    @property
-    def good(self) -> bool:
-        """Within the SLO."""
-        tpot_s = (self.last_s - self.first_s) / max(1, self.tokens - 1)
-        ttft_s = self.first_s - self.came_s + AROUND_S
-        return ttft_s * 1000 <= load.TTFT_MS and tpot_s * 1000 <= load.TPOT_MS
+def load_metrics(row: str) -> tuple[str, ...]:
+    """What a row tells."""
+    times = [f"{what}_ms_{word}" for what in ("ttft", "tpot", "itl") for word in ("p50", "p99")]
+    first = ("goodput_per_s",) if row.startswith("AzureConv") else ()
+    return (*first, "output_tokens_per_s", *times)
 
 
-class Served:
-    """One instance, asked at the times of a trace."""
-
-    def __init__(self, device: Device, limits: BatchLimits, seed: int) -> None:
-        tables = BlockTables(BlockPool(KV_TOKENS // BLOCK_TOKENS), "bench", prefix_cache=False)
-        self._scheduler = BatchScheduler(tables, limits)
-        self._device, self._dice = device, random.Random(seed)
-        self._told: dict[RequestKey, Told] = {}
-        self._now_s = 0.0
-
-    def run(self, rate_per_s: float, seed: int) -> tuple[float, float]:
-        """Goodput in requests a second, and tokens a second."""
-        count = round(rate_per_s * WINDOW_S)
-        prompts, outputs = conversations(count, seed, 1)
-        due = list(zip(load.arrivals(count, rate_per_s, seed), prompts, outputs, strict=True))
-        while due or self._scheduler.has_work:
-            while due and due[0][0] <= self._now_s:
-                self._ask(*due.pop(0))
-            if self._scheduler.has_work:
-                self._step()
-            else:
-                self._now_s = due[0][0]
-        told = self._told.values()
-        good = sum(one.good for one in told) / count * rate_per_s
-        return good, sum(one.tokens for one in told) / max(one.last_s for one in told)
-
-    def _ask(self, came_s: float, prompt_tokens: int, output_tokens: int) -> None:
-        key = RequestKey(RequestId(str(len(self._told))), 0)
-        sampling = Sampling(seed=0, max_tokens=output_tokens)
-        request = Request(key, [0] * prompt_tokens, (), sampling, KV_TOKENS)
-        request.stands(NO_TENANT, SLO, came_s)
-        request.queued_s = self._now_s
-        self._told[key] = Told(came_s)
-        self._scheduler.submit(request)
-
-    def _step(self) -> None:
-        plan = self._scheduler.schedule(self._now_s)
-        if not plan.requests:
-            self._now_s += IDLE_S
-            return
-        began_s = self._now_s
-        self._now_s += self._device.takes_s(plan.batch) * self._dice.uniform(*NOISE)
-        self._scheduler.advance(plan)
-        self._scheduler.promises.pace.ran(plan.batch, began_s, self._now_s)
-        self._hand_out(plan)
-
-    def _hand_out(self, plan: Plan) -> None:
-        for request in plan.sampled:
-            told = self._told[request.key]
-            if request.first_s is None:
-                request.first_s, request.first_position = self._now_s, request.position
-                told.first_s = self._now_s
-            told.last_s, told.tokens = self._now_s, told.tokens + 1
-            if request.accept(0) is not None:
-                self._scheduler.end(request, RequestEvent.FINISH)
-
-
-def measured(shape: str, rate_per_s: float) -> dict[str, Sequence[tuple[float, float]]]:
-    """Each way's goodput and tokens a second, by seed."""
-    return {
-        way: [Served(DEVICES[shape], limits, seed).run(rate_per_s, seed) for seed in SEEDS]
-        for way, limits in WAYS.items()
-    }
+def line(metric: str, medians: Mapping[str, float], samples: Mapping[str, list[float]]) -> str:
+    """For people: the medians by way, then the draw that was served."""
+    told = "".join(f"{way}: {value:<11,.2f}" for way, value in medians.items())
+    return f"  {metric:<22}{told}" + "".join(f"{runs[0]:>10,.2f}" for runs in samples.values())
 
 
 def main() -> None:
     """Simulate and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(RATES), choices=list(RATES))
+    shapes: list[str] = parser.parse_args().shapes
     named, _, day = commit().partition(" ")
-    rows: list[dict[str, object]] = []
-    for shape, rates in RATES.items():
-        for rate_per_s in rates:
-            found = measured(shape, rate_per_s)
-            for place, what, unit in (
-                (0, "goodput", "good requests/s"),
-                (1, "output tokens", "tokens/s"),
-            ):
-                samples = {
-                    way: [round(one[place], 2) for one in runs] for way, runs in found.items()
-                }
-                rows.append(
-                    {
-                        "what": f"{shape}, {rate_per_s:g} requests/s: {what}",
-                        "command": "make bench-promises",
-                        "machine": machine(),
-                        "load": "simulated time",
-                        "commit": named,
-                        "commit_date": day,
-                        "date": datetime.now(UTC).date().isoformat(),
-                        "unit": unit,
-                        "samples": samples,
-                        "medians": {way: statistics.median(runs) for way, runs in samples.items()},
-                    }
-                )
+    common = {
+        "command": "make bench-promises",
+        "machine": machine(),
+        "load": "simulated time",
+        "commit": named,
+        "commit_date": day,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    rows = [row for shape in shapes for row in rows_of(shape, common)]
     print(json.dumps({"benchmark": "promises", "measurements": rows}, indent=1))
 
 

@@ -11,7 +11,9 @@ A part is one server with one shape: ``ours-4B``, ``vllm-4B``, ``ours-8B``, ``vl
 names those of this run; each writes ``OUT/PART.json``, after every row, and one that is there whole
 is not run again. At the end, what is in ``OUT`` is joined into one table on stderr, and one
 document with ratios on stdout and in ``OUT/served_gpu.json``, in the form of ``bench/results``.
-``--parts none`` only joins. For each part:
+``--parts none`` only joins. ``--rows`` names those of a short run, by a part of their names
+(``azure``, ``concurrent``, ``64 concurrent``, ``16/s``); ours is started cold once then, and what is
+asked is the same. For each part:
 
 * the cold start, to the first token. vLLM's is from its process's start, with empty compile caches;
   its Python files were read before. Ours is from the request, with the system up and the model
@@ -51,7 +53,7 @@ import served_gpu_load as load
 from engine_gpu_job import SHAPES, weights_bytes
 from served_gpu_join import PARTS, joined, shape_of, table
 from served_gpu_models import Prompts, prepare
-from served_gpu_servers import ROOT, SHARED_MEMORY, Pilotlight, Vllm, await_free_device
+from served_gpu_servers import COLDS, ROOT, SHARED_MEMORY, Pilotlight, Vllm, await_free_device
 from served_gpu_up import NO_SLO_MS, Up
 
 HERE = Path(__file__).resolve().parent
@@ -212,6 +214,8 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
     """Every row for a server that is up."""
     part.write(cold=up.cold, about=up.about)
     for row in rows(sizes, prompts):
+        if row.name and not wanted(row.name, part.document["only"]):
+            continue
         name = row.name or f"warming up, {len(row.load.prompts)} requests"
         if not part.has(row.predicted_s):
             part.document["left_out"].append(name)
@@ -249,6 +253,11 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
     part.write(complete=True)
 
 
+def wanted(row: str, only: Sequence[str]) -> bool:
+    """A row is one of those that a run is for; all are, where none is named."""
+    return not only or any(word in row.lower() for word in only)
+
+
 @contextlib.contextmanager
 def weights_folder(chosen: Path | None, part: str) -> Iterator[Path]:
     """The chosen one, which stays; else one in memory, if weights and host pool fit there, or where
@@ -276,7 +285,7 @@ def run(name: str, arguments: argparse.Namespace, work: Path, weights: Path) -> 
     prompts = Prompts.of(folder)
     await_free_device()
     part.say("starting the server")
-    part.write(quick=arguments.quick)
+    part.write(quick=arguments.quick, only=arguments.rows)
     # PostgreSQL runs as another user when we are root, and passes through.
     own = work / name
     own.mkdir(mode=0o711)
@@ -305,15 +314,17 @@ def started(
         return Vllm(arguments.vllm, folder, work, part.say).up()
     shape = shape_of(name)
     kind = "cpu" if shape == "tiny" else "cuda"
-    return Pilotlight(shape.lower(), folder, work, part.say).up(kind, arguments.gateways)
+    colds = COLDS[:1] if arguments.rows else COLDS
+    return Pilotlight(shape.lower(), folder, work, part.say, colds).up(kind, arguments.gateways)
 
 
-def is_whole(file: Path, *, quick: bool) -> bool:
-    """The part was run to its end, with these sizes."""
+def is_whole(file: Path, only: Sequence[str], *, quick: bool) -> bool:
+    """The part was run to its end, with these sizes, and these rows at least."""
     if not file.is_file():
         return False
     document = json.loads(file.read_text())
-    return document["complete"] and document["quick"] == quick
+    there = document.get("only", [])
+    return document["complete"] and document["quick"] == quick and (not there or there == only)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -328,6 +339,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--parts",
         default=",".join(PARTS),
         help="with commas between; none: only join what is there",
+    )
+    parser.add_argument(
+        "--rows",
+        type=lambda told: told.lower().split(","),
+        default=[],
+        help="parts of the names of rows, with commas between; by default all rows",
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "dist" / "served-gpu", help="folder for what is measured"
@@ -366,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"there is no part {name}: {', '.join(PARTS)}")
         if name.startswith("vllm") and asked.vllm is None:
             print(f"… {name}: left out, since --vllm names no interpreter", file=sys.stderr)
-        elif is_whole(asked.out / f"{name}.json", quick=asked.quick):
+        elif is_whole(asked.out / f"{name}.json", asked.rows, quick=asked.quick):
             print(f"… {name}: is there", file=sys.stderr)
         else:
             with (

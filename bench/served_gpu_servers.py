@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ POLL_S = 0.02
 FREE_BYTES, FREE_S = 3 << 30, 60.0
 """A device is free when no more than this is in use, and is waited for so long."""
 COLD_SEED, COLD_PROMPT, COLD_OUTPUT = 7, 161, 16
-COLDS = {"first": False, "again": True, "from the host pool": False}
+COLDS = (("first", False), ("again", True), ("from the host pool", False))
 """What a cold start is called, and whether the files get new times before it. The host pool keeps
 the parameters of a deleted model, and knows them again by names, sizes and times of their files."""
 POOL_SHARE, POOL_BYTES = 2.3, 2 << 30
@@ -179,8 +179,15 @@ def first_token_s(target: load.Target, prompt: str) -> tuple[float, str]:
 class Pilotlight:
     """An embedded system with one worker."""
 
-    def __init__(self, model: str, folder: Path, work: Path, say: Say) -> None:
-        self._model, self._folder, self._say = model, folder, say
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        work: Path,
+        say: Say,
+        colds: Sequence[tuple[str, bool]] = COLDS,
+    ) -> None:
+        self._model, self._folder, self._say, self._colds = model, folder, say, colds
         self._home = work / "home"
         self._log = work / "pilotlight.log"
         self._port = free_port()
@@ -266,7 +273,7 @@ class Pilotlight:
         """
         found: dict[str, dict[str, Any]] = {}
         prompt = Prompts.of(self._folder).draw(COLD_SEED, [COLD_PROMPT])[0]
-        for number, (name, touched) in enumerate(COLDS.items()):
+        for number, (name, touched) in enumerate(self._colds):
             if number:
                 self._forget(up.target.model)
             if touched:

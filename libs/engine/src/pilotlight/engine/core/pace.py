@@ -1,6 +1,7 @@
 """How long steps take, learned from those that ran."""
 
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from pilotlight.engine.core.batch import Batch
@@ -9,25 +10,37 @@ SAMPLES = 15
 """The last ones count, by their median: one that compiled or captured is none of it."""
 LEAST_STREAMS = 8
 """Of a step that tells what a stream costs: beside fewer it is lost in what each step costs."""
+STREAM_TOKENS = 128
+"""A stream costs as much as so many tokens of context, beside its own."""
 LEAST_PROMPT_TOKENS = 512
 """Of a step that tells what a prompt's token costs: a short prompt's step is its launches."""
+DOUBLE_TOKENS = 12_000
+"""A prompt's token that attends to so many costs twice what one costs that attends to none."""
 FORGET = 1.0005
 """What a step costs at least is forgotten at this rate, should a slower machine be the truth."""
+
+
+def prompt_work(start: int, count: int) -> float:
+    """A prompt's tokens [start, start + count) as so many that attend to nothing."""
+    return count * (1.0 + (start + count / 2) / DOUBLE_TOKENS)
 
 
 class Pace:
     """One stage's.
 
-    A step of streams alone is taken to cost something at least and something for each of them; one
-    with prompts, something more for each of their tokens.
+    A step of streams alone is taken to cost something at least, and something for each of them and
+    each token of their contexts; one with prompts, something more for each of their tokens, and no
+    less than its launches.
     """
 
-    __slots__ = ("_ended_s", "_least_s", "_prompt", "_stream")
+    __slots__ = ("_ended_s", "_launches", "_least_s", "_prompt", "_recent", "_stream")
 
     def __init__(self) -> None:
         self._least_s: float | None = None
+        self._recent: deque[float] = deque(maxlen=SAMPLES)
         self._stream: deque[float] = deque(maxlen=SAMPLES)
         self._prompt: deque[float] = deque(maxlen=SAMPLES)
+        self._launches: deque[float] = deque(maxlen=SAMPLES)
         self._ended_s: float | None = None
 
     def ran(self, batch: Batch, began_s: float, ended_s: float) -> None:
@@ -38,27 +51,56 @@ class Pace:
             began_s: its turn; streams have waited since the step before had ended.
             ended_s: its tokens were there.
         """
-        prompt_tokens = sum(one.count for one in batch.segments if one.count > 1)
-        streams = sum(one.count == 1 for one in batch.segments)
-        before_s = self._ended_s if streams and self._ended_s is not None else began_s
+        prompts = [one for one in batch.segments if one.count > 1]
+        contexts = [one.stop for one in batch.segments if one.count == 1]
+        before_s = self._ended_s if contexts and self._ended_s is not None else began_s
         seconds = ended_s - before_s
         self._ended_s = ended_s
-        if not prompt_tokens and streams:
-            least_s = seconds if self._least_s is None else self._least_s * FORGET
-            self._least_s = min(seconds, least_s)
-            if streams >= LEAST_STREAMS:
-                self._stream.append((seconds - self._least_s) / streams)
-        elif prompt_tokens >= LEAST_PROMPT_TOKENS:
-            beside_s = self.streams_s(streams) or 0.0
-            self._prompt.append(max(0.0, seconds - beside_s) / prompt_tokens)
+        if prompts:
+            self._with_prompts(
+                sum(one.count for one in prompts),
+                sum(prompt_work(one.start, one.count) for one in prompts),
+                seconds,
+                self.streams_s(contexts) or 0.0,
+            )
+        elif contexts:
+            self._recent.append(seconds)
+            usual_s = median(self._recent)
+            least_s = usual_s if self._least_s is None else self._least_s * FORGET
+            self._least_s = min(usual_s, least_s)
+            if len(contexts) >= LEAST_STREAMS:
+                beyond_s = max(0.0, seconds - self._least_s)
+                self._stream.append(beyond_s / _stream_work(contexts))
 
-    def streams_s(self, streams: int) -> float | None:
-        """Seconds of a step of so many streams; None: not known yet."""
+    def _with_prompts(self, tokens: int, work: float, seconds: float, streams_s: float) -> None:
+        if tokens >= LEAST_PROMPT_TOKENS:
+            self._prompt.append(max(0.0, seconds - streams_s) / work)
+        else:
+            self._launches.append(seconds)
+
+    def streams_s(self, contexts: Iterable[int]) -> float | None:
+        """Seconds of a step of streams with contexts of so many tokens; None: not known yet."""
         if self._least_s is None:
             return None
-        return self._least_s + (median(self._stream) * streams if self._stream else 0.0)
+        return self._least_s + (
+            median(self._stream) * _stream_work(contexts) if self._stream else 0
+        )
+
+    @property
+    def launches_s(self) -> float:
+        """Seconds of a step with prompts at least, as far as that is known."""
+        return median(self._launches) if self._launches else 0.0
 
     @property
     def prompt_token_s(self) -> float | None:
-        """Seconds that a token of a prompt adds to a step; None: not known yet."""
-        return median(self._prompt) if self._prompt else None
+        """Seconds that a token of a prompt that attends to nothing adds to a step; None: not known
+        yet.
+
+        The lower quartile: steps with few tokens are longer than those say.
+        """
+        return sorted(self._prompt)[len(self._prompt) // 4] if self._prompt else None
+
+
+def _stream_work(contexts: Iterable[int]) -> float:
+    """Streams as so many tokens of context."""
+    return sum(STREAM_TOKENS + context for context in contexts)

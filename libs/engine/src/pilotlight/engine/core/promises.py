@@ -1,33 +1,40 @@
 """What requests are promised (their model's SLO), and what a step may hold so that it is kept.
 
-Streams that are ahead of what they were promised can wait for a prompt; the more of them run, the
-less a prompt may take. So there are three questions:
+As long as nothing is in danger, nothing is done for it: prompts run first come, first served, cut
+beside streams as without promises. There are four questions:
 
-1. *Who is next?* Who can still have the first token in time. What is late already is late anyway,
-   and goes behind; not for ever (``waiting``).
+1. *Who is next?* Of those that wait, as many as can be are to have their first token in time:
+   Moore's rule ("An n job, one machine sequencing algorithm for minimizing the number of late
+   jobs", Management Science 15, 1968). Who is late already is late anyway, and goes behind; not for
+   ever (``waiting``).
 2. *May one more run?* Not where a step of streams alone would take more than a share of the time
    promised for a token: the rest is what prompts live on. One that waits is the sign to the
-   scheduler that another instance is needed; one that runs would make all of them late.
+   scheduler that another instance is needed; one that runs would make all of them late. Nor where
+   the prompts that it would share a step with would be late by it.
 3. *How much of prompts fits into this step?* As much as leaves each stream with a lead.
+4. *Are prompts cut beside streams?* Not while that puts a first token in danger.
 
 What is not known yet, or was not promised, limits nothing. Neither does a promise that one stream
 alone does not keep.
 """
 
+import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from pilotlight.engine.core.pace import Pace
+from pilotlight.engine.core.pace import Pace, prompt_work
 from pilotlight.engine.core.request import Request
 
 STREAMS_SHARE = 0.5
 """Of the time promised for a token, what a step of streams alone may take."""
+TOKEN_SHARE = 0.9
+"""Of the time promised for a token, what steps aim at: the rest is for what is not foreseen."""
 GRACE_TOKENS = 20
 """A stream may be behind by as many, if four times as many are to come: its mean counts."""
 LEAST_TOKENS = 256
 """Of prompts in a step, whatever is promised: they end, too."""
-TIGHT = 8.0
+TIGHT = 2.0
 """A first token is in danger when what is to run before it takes more than this part of the time
 that is left."""
 LOOKED_AT = 64
@@ -48,16 +55,49 @@ class Promises:
         """Whether its first token can still come in time."""
         if not self.kept or request.due_s is None:
             return True
-        runs_s = (self.pace.prompt_token_s or 0.0) * request.wanted
-        return now_s + runs_s + DELIVERY_S <= request.due_s
+        return now_s + self._runs_s(request) + DELIVERY_S <= request.due_s
 
-    def crowded(self, running: int, request: Request) -> bool:
-        """Whether those that run would be late for their tokens if this one ran, too."""
-        if not self.kept or not running or request.token_s is None:
+    def choice(
+        self, timely: Collection[Request], running: Iterable[Request], now_s: float
+    ) -> Request:
+        """Which of those that can be in time is next, so that most of them will be.
+
+        Args:
+            timely: in the order in which they came; there is one.
+            running: their prompts end before.
+            now_s: on the engine's clock.
+        """
+        first = next(iter(timely))
+        if not self.kept or len(timely) == 1 or not self.pace.prompt_token_s:
+            return first
+        begin_s = now_s + self._ahead_s(running) + DELIVERY_S
+        kept = most_in_time(
+            [
+                (request.due_s, self._runs_s(request), place)
+                for place, request in enumerate(islice(timely, LOOKED_AT))
+                if request.due_s is not None
+            ],
+            begin_s,
+        )
+        if kept is None:
+            return first
+        return next((one for place, one in enumerate(timely) if place in kept), first)
+
+    def crowded(self, running: Collection[Request], request: Request, now_s: float) -> bool:
+        """Whether those that run would be late if this one ran, too."""
+        if not self.kept or not running:
             return False
-        most_s = STREAMS_SHARE * request.token_s
-        alone_s, all_s = self.pace.streams_s(1), self.pace.streams_s(running + 1)
-        return alone_s is not None and all_s is not None and alone_s <= most_s < all_s
+        contexts = [len(one.token_ids) for one in running]
+        if request.token_s is not None:
+            most_s = STREAMS_SHARE * request.token_s
+            own = len(request.token_ids)
+            alone_s, all_s = self.pace.streams_s([own]), self.pace.streams_s([*contexts, own])
+            if alone_s is not None and all_s is not None and alone_s <= most_s < all_s:
+                return True
+        prompts = [one for one in running if one.wanted > 1 and one.due_s is not None]
+        without_s = now_s + self._ahead_s(running) + DELIVERY_S if prompts else 0.0
+        with_s = without_s + self._runs_s(request)
+        return any(without_s <= one.due_s < with_s for one in prompts if one.due_s is not None)
 
     def prompt_tokens(self, streams: Collection[Request], now_s: float) -> int | None:
         """Tokens of prompts that a step may hold beside streams; None: as many as it can.
@@ -67,30 +107,105 @@ class Promises:
         token_s = self.pace.prompt_token_s
         if not self.kept or not token_s:
             return None
-        least_s = None
-        for stream in streams:
-            grace = min(GRACE_TOKENS, (stream.kv_tokens - len(stream.token_ids)) // 4)
-            lead_s = stream.lead_s(now_s, grace)
-            if lead_s is None or stream.token_s is None or lead_s <= 0.0:
-                continue
-            lead_s = max(lead_s, stream.token_s)
-            least_s = lead_s if least_s is None else min(least_s, lead_s)
-        if least_s is None:
+        leads = [lead_s for one in streams if (lead_s := _lead_s(one, now_s)) is not None]
+        if not leads:
             return None
-        free_s = least_s - (self.pace.streams_s(len(streams)) or 0.0)
+        free_s = min(leads) - (self.pace.streams_s(map(_context, streams)) or 0.0)
         return max(LEAST_TOKENS, int(free_s / token_s))
 
-    def tight(self, to_run: Iterable[Request], now_s: float) -> bool:
-        """Whether a first token is in danger: then prompts are not cut for the streams' sake.
+    def tight(
+        self, to_run: Iterable[Request], streams: Iterable[Request], chunk: int, now_s: float
+    ) -> bool:
+        """Whether a first token is in danger if prompts are cut: then they are not.
 
-        ``to_run``: prompts, in the order in which they will run.
+        Args:
+            to_run: prompts, in the order in which they will run.
+            streams: that have a token of each step.
+            chunk: as long is a piece.
+            now_s: on the engine's clock.
         """
         token_s = self.pace.prompt_token_s
         if not self.kept or not token_s:
             return False
-        runs_s = 0.0
+        streams_s = self.pace.streams_s(map(_context, streams)) or 0.0
+        cut_s = 0.0
         for request in islice(to_run, LOOKED_AT):
-            runs_s += token_s * request.wanted
-            if request.due_s is not None and now_s + TIGHT * runs_s > request.due_s:
+            if not self.in_time(request, now_s):
+                continue
+            pieces = -(-request.wanted // chunk)
+            cut_s += max(self._runs_s(request) + pieces * streams_s, pieces * self.pace.launches_s)
+            if request.due_s is not None and now_s + TIGHT * cut_s + DELIVERY_S > request.due_s:
                 return True
         return False
+
+    def _runs_s(self, request: Request) -> float:
+        """What its prompt adds to the steps that it is in."""
+        return (self.pace.prompt_token_s or 0.0) * prompt_work(request.computed, request.wanted)
+
+    def _ahead_s(self, running: Iterable[Request]) -> float:
+        """One step of those that run, with all of their prompts."""
+        prompts_s, contexts = 0.0, list[int]()
+        for one in running:
+            if one.wanted > 1:
+                prompts_s += self._runs_s(one)
+            else:
+                contexts.append(len(one.token_ids))
+        streams_s = (self.pace.streams_s(contexts) or 0.0) if contexts else 0.0
+        return streams_s + prompts_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What promises make of those that wait (``waiting.Order``)."""
+
+    promises: Promises
+    running: Collection[Request]
+    """Whose prompts end before."""
+    now_s: float
+
+    def in_time(self, request: Request) -> bool:
+        """Whether a request's first token can still come in time."""
+        return self.promises.in_time(request, self.now_s)
+
+    def choice(self, timely: Collection[Request]) -> Request:
+        """Which of those that can be in time is next, so that most of them will be."""
+        return self.promises.choice(timely, self.running, self.now_s)
+
+
+def most_in_time(jobs: Iterable[tuple[float, float, int]], begin_s: float) -> set[int] | None:
+    """Which of them run so that most end in time (Moore's rule).
+
+    In order of dues; when one would end late, the longest so far is left out.
+
+    Args:
+        jobs: when each is due, how long it takes, and its name.
+        begin_s: of the first.
+
+    Returns:
+        Their names; None: all.
+    """
+    ends_s, longest = begin_s, list[tuple[float, int]]()
+    left_out = False
+    for due_s, runs_s, name in sorted(jobs):
+        ends_s += runs_s
+        heapq.heappush(longest, (-runs_s, name))
+        if ends_s > due_s:
+            left_out = True
+            ends_s += heapq.heappop(longest)[0]
+    return {name for _, name in longest} if left_out else None
+
+
+def _context(stream: Request) -> int:
+    return len(stream.token_ids)
+
+
+def _lead_s(stream: Request, now_s: float) -> float | None:
+    """How long it can wait for its next token; None: it is promised nothing, or late anyway."""
+    if stream.token_s is None:
+        return None
+    grace = min(GRACE_TOKENS, (stream.kv_tokens - len(stream.token_ids)) // 4)
+    lead_s = stream.lead_s(now_s, grace)
+    if lead_s is None or lead_s <= 0.0:
+        return None
+    aimed_s = stream.lead_s(now_s, grace, TOKEN_SHARE) or 0.0
+    return max(aimed_s, TOKEN_SHARE * stream.token_s)

@@ -166,14 +166,15 @@ class Request:
             self.due_s = now_s + promise.first_token_in_s
         self.token_s = promise.token_s if promise is not None else None
 
-    def lead_s(self, now_s: float, grace_tokens: int) -> float | None:
-        """How long it can do without a token and still have all that it was given in the time that
-        was promised for so many, and ``grace_tokens`` more; None: it is promised none, or had none.
+    def lead_s(self, now_s: float, grace_tokens: int, share: float = 1.0) -> float | None:
+        """How long it can do without a token and still have all that it was given in a share of the
+        time that was promised for so many, and ``grace_tokens`` more; None: it is promised none, or
+        had none.
         """
         if self.token_s is None or self.first_s is None:
             return None
         given = self.position - self.first_position
-        return self.first_s + self.token_s * (given + grace_tokens) - now_s
+        return self.first_s + share * self.token_s * (given + grace_tokens) - now_s
 
     def on(self, event: RequestEvent) -> None:
         """Moves to the state that follows.

@@ -40,7 +40,7 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.gathering import gathers
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.core.promises import Promises
+from pilotlight.engine.core.promises import Outlook, Promises
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.sharing import Sharing, TakenUp, left_behind
 from pilotlight.engine.core.tables import BlockTables
@@ -203,7 +203,7 @@ class BatchScheduler:
             request = self._next(now_s)
             if self._tables.worth_waiting(request, self._running.values()):
                 break
-            if self.promises.crowded(len(self._running), request):
+            if self.promises.crowded(self._running.values(), request, now_s):
                 break
             if not self._sharing.portion(
                 request.wanted or 1, left, cap, first=not (self._running or counts)
@@ -226,7 +226,7 @@ class BatchScheduler:
 
     def _next(self, now_s: float) -> Request:
         """Whose turn it is of those that wait."""
-        return self._queue.first(lambda request: self.promises.in_time(request, now_s))
+        return self._queue.first(Outlook(self.promises, self._running.values(), now_s))
 
     def _run(self, request: Request, in_place: int) -> None:
         request.on(RequestEvent.TAKE_UP)
@@ -351,9 +351,9 @@ class BatchScheduler:
         if running >= self._limits.running:
             return True
         request = self._next(now_s)
-        return self.promises.crowded(running, request) or not self._tables.could_open(
-            request, running
-        )
+        return self.promises.crowded(
+            self._running.values(), request, now_s
+        ) or not self._tables.could_open(request, running)
 
     def advance(self, plan: Plan) -> None:
         """Books that a plan's batch has run, for those of its requests that have not ended since it

@@ -60,7 +60,7 @@ class Sharing:
         tokens = promises.prompt_tokens(streams, now_s)
         tokens = whole if tokens is None else min(whole, len(streams) + tokens)
         chunk = self.limits.chunk_tokens
-        if chunk is None or promises.tight(chain(begun, waiting), now_s):
+        if chunk is None or promises.tight(chain(begun, waiting), streams, chunk, now_s):
             return StepShare(tokens, tokens)
         return StepShare(tokens, min(chunk, tokens))
 

@@ -8,12 +8,14 @@
 Preempted ones are first: they ran before. Of those that wait, tenants take turns by weight
 (``policy.fairness``), each in its own order; a tenant alone is served in the order of the row.
 
-Of one tenant's, those go first whose first token can still come in time. Those that are late follow
-in their order, one of them for ``OVERTAKEN`` that overtook it: none waits for ever.
+Of one tenant's, those go first whose first token can still come in time, so that most of them do
+(``promises``). Those that are late follow in their order. After ``OVERTAKEN`` that overtook others,
+the oldest that is late has its turn, or else the oldest of all: none waits for ever.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from typing import Protocol
 
 from pilotlight.engine.core.lifecycle import RequestState
 from pilotlight.engine.core.request import Request
@@ -21,8 +23,18 @@ from pilotlight.policy.fairness import FairTurns
 from pilotlight.policy.request import RequestKey
 
 OVERTAKEN = 16
-InTime = Callable[[Request], bool]
-"""Whether a request's first token can still come in time."""
+
+
+class Order(Protocol):
+    """What promises make of those that wait."""
+
+    def in_time(self, request: Request) -> bool:
+        """Whether a request's first token can still come in time."""
+        ...
+
+    def choice(self, timely: Collection[Request]) -> Request:
+        """Which of those that can be in time is next; there is one."""
+        ...
 
 
 class _Own:
@@ -37,19 +49,21 @@ class _Own:
     def __bool__(self) -> bool:
         return bool(self.timely or self.late)
 
-    def first(self, in_time: InTime) -> Request:
+    def first(self, order: Order) -> Request:
         """Whose turn it is; there is one."""
         while self.timely:
             key, request = next(iter(self.timely.items()))
-            if in_time(request):
+            if order.in_time(request):
                 break
             self.late[key] = self.timely.pop(key)
-        late_first = not self.timely or (self.late and self._overtook >= OVERTAKEN)
-        return next(iter((self.late if late_first else self.timely).values()))
+        if self.timely and self._overtook < OVERTAKEN:
+            return order.choice(self.timely.values())
+        return next(iter((self.late or self.timely).values()))
 
     def serve(self, request: Request) -> None:
         """Its turn has come."""
-        overtakes = bool(self.late) and request.key in self.timely
+        foremost = next(iter(self.timely), None)
+        overtakes = request.key in self.timely and (bool(self.late) or request.key != foremost)
         self._overtook = self._overtook + 1 if overtakes else 0
 
     def remove(self, key: RequestKey) -> bool:
@@ -94,14 +108,14 @@ class WaitingRow(Collection[Request]):
         self._row[request.key] = request
         self._row.move_to_end(request.key, last=False)
 
-    def first(self, in_time: InTime) -> Request:
+    def first(self, order: Order) -> Request:
         """Whose turn it is; the row is not empty."""
         oldest = next(iter(self._row.values()))
         if oldest.state is RequestState.PREEMPTED:
             return oldest
         alone = len(self._tenants) == 1
         tenant = next(iter(self._tenants)) if alone else self._turns.next()
-        return self._tenants[tenant].first(in_time)
+        return self._tenants[tenant].first(order)
 
     def serve(self, request: Request) -> None:
         """Its turn has come: it leaves. What it costs is what it can reach."""

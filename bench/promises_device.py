@@ -1,0 +1,161 @@
+"""One instance of ``bench/promises.py``: the engine's own scheduler, and a device that takes time.
+
+The figures of a device are fitted to what was served on an H200 (docs/benchmarks.md).
+"""
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from served_gpu_client import Answer
+
+from pilotlight.engine.core.batch import Batch, Plan
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
+from pilotlight.engine.core.lifecycle import RequestEvent
+from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.request import Request
+from pilotlight.engine.core.scheduler import BatchScheduler
+from pilotlight.engine.core.tables import BlockTables
+from pilotlight.policy.fairness import NO_TENANT
+from pilotlight.policy.ids import RequestId
+from pilotlight.policy.request import Promise, RequestKey, Sampling
+
+KV_TOKENS = 600_000
+THERE_S, BACK_S = 0.005, 0.003
+"""From a client to the engine, and from the engine to the client."""
+GATEWAY_S = 0.003
+"""Of ``THERE_S``, what the gateway knows of and takes off what it promises."""
+TOKENIZED_S = 0.0007
+"""Of requests that come at once: from one to the next."""
+IDLE_S = 0.0005
+NOISE = (0.97, 1.06)
+FIRST_STREAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Seconds of a step: of each one, of each of its first streams and of what more there are, of a
+    token of their contexts, of a prompt's token and of each that it attends to, and the least of a
+    step with prompts, which is no graph.
+    """
+
+    step_s: float
+    first_stream_s: float
+    stream_s: float
+    context_token_s: float
+    prompt_token_s: float
+    attended_s: float
+    eager_s: float
+
+    def takes_s(self, batch: Batch) -> float:
+        """Of a batch."""
+        streams = [one for one in batch.segments if one.count == 1]
+        prompts = [one for one in batch.segments if one.count > 1]
+        context = sum(one.stop for one in streams)
+        first = min(len(streams), FIRST_STREAMS)
+        seconds = self.step_s + self.first_stream_s * first + self.context_token_s * context
+        seconds += self.stream_s * (len(streams) - first)
+        for one in prompts:
+            seconds += one.count * self.prompt_token_s
+            seconds += one.count * (one.start + one.count / 2) * self.attended_s
+        return max(seconds, self.eager_s) if prompts else seconds
+
+
+DEVICES = {
+    "4B": Device(0.00246, 60e-6, 6e-6, 0.10e-6, 10.1e-6, 0.94e-9, 0.012),
+    "8B": Device(0.00420, 95e-6, 2e-6, 0.06e-6, 21.3e-6, 1.3e-9, 0.012),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Served:
+    """One instance, asked at the times of a trace, or by clients in turn."""
+
+    def __init__(self, device: Device, limits: BatchLimits, seed: int) -> None:
+        tables = BlockTables(BlockPool(KV_TOKENS // BLOCK_TOKENS), "bench", prefix_cache=False)
+        self._scheduler = BatchScheduler(tables, limits)
+        self._device, self._dice = device, random.Random(seed)
+        self._promise, self._began_s, self._asked = Promise(), 0.0, 0
+        self._answers: dict[RequestKey, Answer] = {}
+        self._coming: list[tuple[float, int, Asked]] = []
+        self._next: list[Asked] = []
+        self._ahead: Plan | None = None
+        self._now_s = 0.0
+
+    def arriving(self, asked: Sequence[Asked], promise: Promise) -> list[Answer]:
+        """At the times of a trace."""
+        self._promise, self._began_s = promise, self._now_s
+        for one in asked:
+            self._come(self._began_s + one.at_s, one)
+        return self._run()
+
+    def in_turn(self, asked: Sequence[Asked], clients: int, promise: Promise) -> list[Answer]:
+        """By so many clients, each with the next as soon as it has an answer."""
+        self._promise, self._began_s = promise, self._now_s
+        self._next = list(asked[clients:])
+        for place, one in enumerate(asked[:clients]):
+            self._come(self._began_s + place * TOKENIZED_S, one)
+        return self._run()
+
+    def _come(self, at_s: float, asked: Asked) -> None:
+        self._asked += 1
+        heapq.heappush(self._coming, (at_s, self._asked, asked))
+
+    def _run(self) -> list[Answer]:
+        while self._coming or self._scheduler.has_work:
+            while self._coming and self._coming[0][0] + THERE_S <= self._now_s:
+                at_s, _, asked = heapq.heappop(self._coming)
+                self._ask(at_s, asked)
+            if self._scheduler.has_work:
+                self._step()
+            else:
+                self._now_s = self._coming[0][0] + THERE_S
+        answers, self._answers = list(self._answers.values()), {}
+        return answers
+
+    def _ask(self, at_s: float, asked: Asked) -> None:
+        key = RequestKey(RequestId(f"{self._began_s}-{len(self._answers)}"), 0)
+        sampling = Sampling(seed=0, max_tokens=asked.output_tokens)
+        request = Request(key, [0] * asked.prompt_tokens, (), sampling, KV_TOKENS)
+        request.stands(NO_TENANT, self._promise, at_s + THERE_S - GATEWAY_S)
+        request.queued_s = self._now_s
+        self._answers[key] = Answer(None, at_s, prompt_tokens=asked.prompt_tokens)
+        self._scheduler.submit(request)
+
+    def _step(self) -> None:
+        """One step, and the next one's plan where it is made before this one's tokens are known."""
+        began_s = self._now_s
+        plan, self._ahead = self._ahead or self._scheduler.schedule(began_s), None
+        if not plan.requests:
+            self._now_s += IDLE_S
+            return
+        self._ahead = self._scheduler.follow_on(plan, began_s)
+        self._now_s += self._device.takes_s(plan.batch) * self._dice.uniform(*NOISE)
+        self._scheduler.advance(plan)
+        self._scheduler.promises.pace.ran(plan.batch, began_s, self._now_s)
+        self._hand_out(plan)
+
+    def _hand_out(self, plan: Plan) -> None:
+        told_s = self._now_s + BACK_S
+        for request in plan.sampled:
+            answer = self._answers[request.key]
+            if request.first_s is None:
+                request.first_s, request.first_position = self._now_s, request.position
+                answer.first_s = told_s
+            else:
+                answer.gaps_s.append(told_s - answer.last_s)
+            answer.last_s = told_s
+            answer.output_tokens, answer.events = answer.output_tokens + 1, answer.events + 1
+            if request.accept(0) is not None:
+                self._scheduler.end(request, RequestEvent.FINISH)
+                if self._next:
+                    self._come(told_s, self._next.pop(0))
