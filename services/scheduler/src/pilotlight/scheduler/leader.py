@@ -360,10 +360,7 @@ class Term:
 
     def is_awaited(self, model: ModelName) -> bool:
         """See ``Effects``."""
-        return any(
-            one.model == model and one.waiting > 0
-            for one in self._world.demand(self._clock.monotonic_s())
-        )
+        return self._world.is_awaited(model)
 
     def nodes(self) -> Mapping[NodeId, NodeFacts]:
         """See ``Effects``."""
