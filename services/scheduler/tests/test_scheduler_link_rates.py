@@ -1,5 +1,7 @@
 """What a start teaches of its node's link: what the link gave to all, whoever shared it."""
 
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,10 +29,12 @@ LINK = LinkSpeed(kind=OriginKind.SOURCE, name=SOURCE, bytes_per_s=10.0)
 class Kept:
     """A repository that keeps nothing."""
 
-    async def save_cold_start(self, record: ColdStart, *, finished: bool) -> None:
+    async def save_cold_starts(
+        self, records: Iterable[ColdStart], finished: AbstractSet[InstanceId]
+    ) -> None:
         """Nothing."""
 
-    async def save_learned(self, estimate: Any, rows: Any) -> None:
+    async def save_learned(self, estimates: Any, rows: Any) -> None:
         """Nothing."""
 
 

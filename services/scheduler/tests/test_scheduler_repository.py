@@ -23,6 +23,7 @@ from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.rows import Move
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -73,9 +74,9 @@ async def test_a_row_moves_only_from_what_was_seen(
     after = replace(now, generation=Generation(3), epoch=epoch)
     if seen:
         with pytest.raises(Conflict):
-            await repository.move(before, after)
+            await repository.move([Move(before=before, after=after)])
     else:
-        await repository.move(before, after)
+        await repository.move([Move(before=before, after=after)])
     async with database.reading() as connection:
         generation = (await connection.execute(select(tables.instances.c.generation))).scalar_one()
     assert generation == (now.generation if seen else after.generation)
@@ -119,7 +120,7 @@ async def test_instances_that_a_group_became_are_read_by_the_next_leader(
         become=places[1:],
         targets=1,
     )
-    await applier.apply(change)
+    await applier.apply((change,))
     found = {one.instance.instance_id: one for one in (await repository.load()).instances}
     (new,) = (one for name, one in found.items() if name != before.instance_id)
     assert new.model.digest == before.digest

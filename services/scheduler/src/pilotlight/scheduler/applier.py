@@ -2,7 +2,7 @@
 the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -12,11 +12,12 @@ from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.errors import Conflict, NotLeader
 from pilotlight.common.ids import new_decision_id
 from pilotlight.policy.control.books import Record
-from pilotlight.policy.control.reconcile import Change, moved, retargeted
+from pilotlight.policy.control.reconcile import Change, drain_of, moved, retargeted
 from pilotlight.policy.control.splitting import instances_of
-from pilotlight.policy.ids import Epoch
+from pilotlight.policy.ids import Epoch, InstanceId, ModelName
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.plan import Instance, InstanceState
+from pilotlight.policy.scaling import Drain
 from pilotlight.policy.targets import Retarget
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
@@ -24,13 +25,32 @@ from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import Decision
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.rows import Move
 
 log = structlog.get_logger()
+
+NO_DECISIONS: Mapping[InstanceId, Decision] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One change that is being written."""
+
+    change: Change
+    record: Record
+    after: Instance
+    decision: Decision | None
+    become: tuple[Instance, ...]
+
+    @property
+    def before(self) -> Instance:
+        """As the row says."""
+        return self.record.instance
 
 
 @dataclass(slots=True, kw_only=True)
 class Applier:
-    """Applies changes, one after the other."""
+    """Applies changes: those of one turn together."""
 
     epoch: Epoch
     clock: Clock
@@ -40,34 +60,131 @@ class Applier:
     cold_starts: ColdStarts
     effects: Effects
 
-    async def apply(self, change: Change, decision: Decision | None = None) -> Instance | None:
-        """The instance after the change; None when it has ended meanwhile, or is not a row yet.
+    async def apply(
+        self, changes: Iterable[Change], decisions: Mapping[InstanceId, Decision] = NO_DECISIONS
+    ) -> tuple[Instance, ...]:
+        """Write changes of different instances, all at once.
+
+        Args:
+            changes: What is to be done.
+            decisions: That say so, by instance; most changes follow from reports alone.
+
+        Returns:
+            The instances after that, without those that have ended meanwhile, or are no rows yet.
 
         Raises:
-            NotLeader: the term is over, or the row is not what this leader believes: the next term
+            NotLeader: the term is over, or a row is not what this leader believes: the next term
                 reads it anew.
             DatabaseUnavailable: the database cannot be reached.
-            IllegalTransition: the change is not one that the table allows: a bug.
+            IllegalTransition: a change is not one that the table allows: a bug.
         """
-        record = self.book.get(change.instance_id)
-        if record is None or not record.is_row:
-            return None
-        before, now_s = record.instance, self.clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
+        known = ((change, self.book.get(change.instance_id)) for change in changes)
+        steps = [
+            self._step(change, record, decisions.get(change.instance_id), now_s)
+            for change, record in known
+            if record is not None and record.is_row
+        ]
+        if not steps:
+            return ()
+        try:
+            await self.repository.move(
+                [Move(before=one.before, after=one.after) for one in steps],
+                [one.decision for one in steps if one.decision is not None],
+                [new for one in steps for new in one.become],
+            )
+        except Conflict as error:
+            raise NotLeader(f"rows differ from what this leader knows: {error.message}") from error
+        # Read again: reports may have said more of them while the rows were written.
+        self.book.put(
+            *(
+                replace(self.book.get(one.before.instance_id) or one.record, instance=one.after)
+                for one in steps
+            ),
+            *(Record(instance=new, model=one.record.model) for one in steps for new in one.become),
+        )
+        for one in steps:
+            self._follow(one)
+        return tuple(one.after for one in steps)
+
+    async def drain(self, drains: Sequence[Drain]) -> tuple[Drain, ...]:
+        """Have instances take no new requests, with the decisions that say why; those that were
+        drained.
+
+        Raises:
+            NotLeader, DatabaseUnavailable: as for ``apply``.
+        """
+        asked = {one.model for one in drains if one.unless_pinned}
+        pinned = await self.repository.pinned_of(asked) if asked else frozenset[ModelName]()
+        going: dict[InstanceId, Drain] = {}
+        decisions: dict[InstanceId, Decision] = {}
+        for drain in drains:
+            record = self.book.get(drain.instance_id)
+            if record is None or not record.is_row:
+                continue
+            if drain.unless_pinned and drain.model in pinned:
+                continue
+            going[drain.instance_id] = drain
+            decisions[drain.instance_id] = self._drained(drain, record)
+        await self.apply(map(drain_of, going.values()), decisions)
+        return tuple(going.values())
+
+    def _drained(self, drain: Drain, record: Record) -> Decision:
+        return Decision(
+            decision_id=new_decision_id(),
+            kind="drain",
+            model=drain.model,
+            instance_id=drain.instance_id,
+            epoch=self.epoch,
+            inputs={"instance": to_row_json(record.instance), "now_s": self.clock.monotonic_s()},
+            outcome={
+                "drained": drain.instance_id,
+                "within_s": drain.within_s,
+                "makes_way_for": drain.makes_way_for,
+            },
+            reasons=(drain.reason,),
+        )
+
+    async def retarget(self, retargets: Iterable[Retarget]) -> None:
+        """Have groups become another number of instances, with the decisions that say why.
+
+        Raises:
+            NotLeader, DatabaseUnavailable: as for ``apply``.
+        """
+        changes: list[Change] = []
+        decisions: dict[InstanceId, Decision] = {}
+        for retarget in retargets:
+            record = self.book.get(retarget.instance_id)
+            if record is None or not record.is_row:
+                continue
+            changes.append(retargeted(retarget))
+            decisions[retarget.instance_id] = Decision(
+                decision_id=new_decision_id(),
+                kind="targets",
+                model=retarget.model,
+                instance_id=retarget.instance_id,
+                epoch=self.epoch,
+                inputs={"instance": to_row_json(record.instance)},
+                outcome={"targets": retarget.targets},
+                reasons=(retarget.reason,),
+            )
+        await self.apply(changes, decisions)
+
+    def _step(
+        self, change: Change, record: Record, decision: Decision | None, now_s: float
+    ) -> "_Step":
+        before = record.instance
         after = moved(before, change, self.epoch, now_s)
         become = instances_of(before, change.become, self.epoch, now_s)
         if become:
             decision = _split(record, after, become)
             become = tuple(replace(one, decision_id=decision.decision_id) for one in become)
-        try:
-            await self.repository.move(before, after, decision, become)
-        except Conflict as error:
-            raise NotLeader(f"rows differ from what this leader knows: {error.message}") from error
-        # Read again: reports may have said more of it while the row was written.
-        self.book.put(
-            replace(self.book.get(change.instance_id) or record, instance=after),
-            *(Record(instance=one, model=record.model) for one in become),
-        )
-        for one in become:
+        return _Step(change, record, after, decision, tuple(become))
+
+    def _follow(self, done: "_Step") -> None:
+        """What others are told of an instance that has changed."""
+        change, before, after = done.change, done.before, done.after
+        for one in done.become:
             self.publisher.publish(one)
         log.info(
             "instance changed",
@@ -77,31 +194,6 @@ class Applier:
             was=before.state.value,
             reason=after.reason,
         )
-        self._follow(before, after, change)
-        return after
-
-    async def retarget(self, retarget: Retarget) -> None:
-        """Have a group become another number of instances, with the decision that says why.
-
-        Raises:
-            NotLeader, DatabaseUnavailable: as for ``apply``.
-        """
-        record = self.book.get(retarget.instance_id)
-        if record is None or not record.is_row:
-            return
-        decision = Decision(
-            decision_id=new_decision_id(),
-            kind="targets",
-            model=retarget.model,
-            instance_id=retarget.instance_id,
-            epoch=self.epoch,
-            inputs={"instance": to_row_json(record.instance)},
-            outcome={"targets": retarget.targets},
-            reasons=(retarget.reason,),
-        )
-        await self.apply(retargeted(retarget), decision)
-
-    def _follow(self, before: Instance, after: Instance, change: Change) -> None:
         if after.state is InstanceState.READY:
             awaited = self.effects.is_awaited(after.model)
             self.publisher.publish(

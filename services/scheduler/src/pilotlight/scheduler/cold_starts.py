@@ -5,6 +5,7 @@ token, learns from it.
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,7 +17,7 @@ from pilotlight.common.phases import PhaseRecorder
 from pilotlight.policy.cluster import DeviceKind, NodeFacts
 from pilotlight.policy.coldstart.facts import link_bytes_per_s
 from pilotlight.policy.coldstart.profiles import seeded
-from pilotlight.policy.coldstart.timings import Timings
+from pilotlight.policy.coldstart.timings import StageSample, Timings
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.coverage import departed_s
@@ -25,7 +26,7 @@ from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
-from pilotlight.policy.plan import Estimates, Instance, Placement
+from pilotlight.policy.plan import Estimate, Estimates, Instance, Placement
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import (
@@ -56,6 +57,8 @@ class _Kept:
     lanes: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of a group: the layers at each worker and at each node, by id."""
     fetches_on: frozenset[NodeId] = frozenset()
+    saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is written: what is written last has everything."""
     beside_others: bool = False
     """Another start's bytes came to one of these nodes in the same time: what this one got is not
     what the link gives."""
@@ -80,7 +83,6 @@ class ColdStarts:
         self._phases = PhaseRecorder(clock, process)
         self._metrics = metrics
         self._kept: dict[InstanceId, _Kept] = {}
-        self._saving = asyncio.Lock()
         self.estimates: Estimates = {}
         self.timings = Timings()
         """Learned from every start; what none has shown goes by size."""
@@ -173,18 +175,23 @@ class ColdStarts:
             DatabaseUnavailable: the rest is written the next time.
         """
         now_s = self._clock.monotonic_s()
-        for instance_id, kept in list(self._kept.items()):
+        for instance_id, kept in self._kept.items():
             entry = self._book.get(instance_id)
             if not kept.record.closed and (entry is None or entry.instance.state in ENDED):
                 kept.record = replace(kept.record, status="abandoned")
-            await self._save(kept)
-            if kept.closed_s is not None and now_s - kept.closed_s > LATE_PHASES_S:
-                del self._kept[instance_id]
-                for node_id in kept.fetches_on:
-                    self._fetching[node_id].discard(instance_id)
-                if entry is not None and not kept.shared:
-                    kind = device_kinds.get(entry.instance.lead)
-                    await self._learn(kept, entry, kind, nodes)
+        await self._save(*(one for one in self._kept.values() if not one.saving.locked()))
+        known: list[tuple[_Kept, Record, DeviceKind]] = []
+        for instance_id, kept in list(self._kept.items()):
+            if kept.closed_s is None or now_s - kept.closed_s <= LATE_PHASES_S:
+                continue
+            del self._kept[instance_id]
+            for node_id in kept.fetches_on:
+                self._fetching[node_id].discard(instance_id)
+            entry = self._book.get(instance_id)
+            kind = device_kinds.get(entry.instance.lead) if entry is not None else None
+            if entry is not None and kind is not None and not kept.shared:
+                known.append((kept, entry, kind))
+        await self._learn(known, nodes)
 
     def seed(
         self,
@@ -219,18 +226,27 @@ class ColdStarts:
         kept = self._kept.get(instance_id)
         return kept.record if kept is not None else None
 
-    async def _save(self, kept: _Kept) -> None:
-        async with self._saving:
-            record = kept.record
-            if record == kept.saved:
-                return
-            finished = record.closed and not (kept.saved is not None and kept.saved.closed)
-            await self._repository.save_cold_start(record, finished=finished)
-            kept.saved = record
-        if finished:
+    async def _save(self, *several: _Kept) -> None:
+        """Write those that are others than their rows, together."""
+        async with AsyncExitStack() as held:
+            for kept in several:
+                await held.enter_async_context(kept.saving)
+            news = [(kept, kept.record) for kept in several if kept.record != kept.saved]
+            ended = [
+                kept
+                for kept, record in news
+                if record.closed and not (kept.saved is not None and kept.saved.closed)
+            ]
+            if news:
+                await self._repository.save_cold_starts(
+                    [record for _, record in news], {one.record.instance_id for one in ended}
+                )
+            for kept, record in news:
+                kept.saved = record
+        for kept in ended:
             kept.closed_s = self._clock.monotonic_s()
             self._note_others(kept)
-            self._log(record)
+            self._log(kept.record)
 
     def _note_others(self, ended: _Kept) -> None:
         """Of a start that has just ended, and of those beside it: they shared a node's link."""
@@ -242,31 +258,47 @@ class ColdStarts:
 
     async def _learn(
         self,
-        kept: _Kept,
-        entry: Record,
-        device_kind: DeviceKind | None,
+        known: Iterable[tuple[_Kept, Record, DeviceKind]],
         nodes: Mapping[NodeId, NodeFacts],
     ) -> None:
-        record, model = kept.record, entry.model
-        sample = sample_of(record, model, device_kind) if device_kind is not None else None
-        if sample is None:
+        """Take over what starts have shown, and write it.
+
+        Args:
+            known: Starts that are complete, and the kinds of their devices.
+            nodes: What their links gave lately.
+        """
+        estimates, learned_of = self.estimates, list[Record]()
+        stages: list[StageSample] = []
+        news: dict[tuple[ModelName, DeviceKind], Estimate] = {}
+        for kept, entry, kind in known:
+            model = entry.model
+            sample = sample_of(kept.record, model, kind)
+            if sample is None:
+                continue
+            if len(entry.instance.placements) == 1:
+                place = entry.instance.placements[0]
+                if kept.beside_others:
+                    node = nodes.get(place.node_id)
+                    together = link_bytes_per_s(node, place.source) if node is not None else None
+                    sample = replace(sample, fetch_bytes_per_s=together)
+                stages.append(stage_sample_of(sample, place, model))
+            before = news.get((model.name, kind)) or estimate_for(model, kind, estimates)
+            news[model.name, kind] = learn(before, sample)
+            learned_of.append(entry)
+        if not news:
             return
-        timings = self.timings
-        if len(entry.instance.placements) == 1:
-            place = entry.instance.placements[0]
-            if kept.beside_others:
-                node = nodes.get(place.node_id)
-                together = link_bytes_per_s(node, place.source) if node is not None else None
-                sample = replace(sample, fetch_bytes_per_s=together)
-            stage = stage_sample_of(sample, place, model)
-            timings = timings.learned((stage,))
-        estimate = learn(estimate_for(model, sample.device_kind, self.estimates), sample)
-        await self._repository.save_learned(estimate, changed_rows(self.timings, timings))
+        timings = self.timings.learned(stages) if stages else self.timings
+        await self._repository.save_learned(
+            list(news.values()), changed_rows(self.timings, timings)
+        )
         # Decisions may still look at the mappings as they were.
-        self.estimates = with_estimates(self.estimates, (estimate,))
-        self._tell_of_slow(timings, entry)
+        self.estimates = with_estimates(self.estimates, news.values())
+        for entry in learned_of:
+            self._tell_of_slow(timings, entry)
         self.timings = timings
-        self._learned.update(one.node_id for one in entry.instance.placements)
+        self._learned.update(
+            one.node_id for entry in learned_of for one in entry.instance.placements
+        )
 
     def _tell_of_slow(self, timings: Timings, entry: Record) -> None:
         """Say once that a node's link gives less than that of others."""

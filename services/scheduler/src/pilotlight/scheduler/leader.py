@@ -8,11 +8,9 @@ import structlog
 
 from pilotlight.common.buckets import Bucket
 from pilotlight.common.clock import Clock
-from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
-from pilotlight.common.ids import new_decision_id
 from pilotlight.common.service import Context
 from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
@@ -20,13 +18,11 @@ from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
-from pilotlight.policy.control.reconcile import drain_of
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.placement import owed_service
 from pilotlight.policy.plan import Instance
-from pilotlight.policy.scaling import Drain
 from pilotlight.scheduler.announcement import Announcer
 from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
@@ -38,7 +34,7 @@ from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.operators import Operators
 from pilotlight.scheduler.publisher import InstancePublisher
-from pilotlight.scheduler.records import Decision, trace_parent_of
+from pilotlight.scheduler.records import trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
@@ -289,18 +285,19 @@ class Term:
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
         self.book.books, self._memory = plan.books, plan.memory
-        for change in plan.changes:
-            after = await self._applier.apply(change)
-            if after is not None and after.state in SERVING:
+        for after in await self._applier.apply(plan.changes):
+            if after.state in SERVING:
                 self._requests.warmed(after.model)
-        for drain in plan.drain:
-            await self._drain(drain)
-        for retarget in plan.retarget:
-            await self._applier.retarget(retarget)
+        for drain in await self._applier.drain(plan.drain):
+            makes_way = drain.makes_way_for is not None
+            self._metrics.decided("drain", "made_way" if makes_way else "drained")
+        await self._applier.retarget(plan.retarget)
         # First: the plan was made before what has its room now was written.
         self._grower.begin(plan.grow)
         for growth in self._grower.take():
-            await self._applier.apply(growth.change, growth.decision)
+            await self._applier.apply(
+                (growth.change,), {growth.change.instance_id: growth.decision}
+            )
             self._metrics.decided("consolidation", "started")
         for model, instance_ids in plan.evicted.items():
             self._requests.settle_evicted(model, instance_ids)
@@ -331,28 +328,6 @@ class Term:
                 await self._teller.tell_worker(worker_told, nodes, workers)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
-
-    async def _drain(self, drain: Drain) -> None:
-        if (record := self.book.get(drain.instance_id)) is None or not record.is_row:
-            return
-        if drain.unless_pinned and await self._repository.is_pinned(drain.model):
-            return
-        decision = Decision(
-            decision_id=new_decision_id(),
-            kind="drain",
-            model=drain.model,
-            instance_id=drain.instance_id,
-            epoch=self._epoch,
-            inputs={"instance": to_row_json(record.instance), "now_s": self._clock.monotonic_s()},
-            outcome={
-                "drained": drain.instance_id,
-                "within_s": drain.within_s,
-                "makes_way_for": drain.makes_way_for,
-            },
-            reasons=(drain.reason,),
-        )
-        await self._applier.apply(drain_of(drain), decision)
-        self._metrics.decided("drain", "drained" if drain.makes_way_for is None else "made_way")
 
     async def _start(self, order: StartOrder, record: Record, place: str) -> None:
         try:
@@ -385,10 +360,7 @@ class Term:
 
     def is_awaited(self, model: ModelName) -> bool:
         """See ``Effects``."""
-        return any(
-            one.model == model and one.waiting > 0
-            for one in self._world.demand(self._clock.monotonic_s())
-        )
+        return self._world.is_awaited(model)
 
     def nodes(self) -> Mapping[NodeId, NodeFacts]:
         """See ``Effects``."""

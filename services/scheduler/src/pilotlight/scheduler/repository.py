@@ -1,43 +1,48 @@
 """The scheduler's rows. Reading is free; every write is fenced by the lease."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import Row, exists, func, select, text, update
+from sqlalchemy import ARRAY, Row, Text, any_, cast, exists, func, select
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.retention import Keep, keep_outbox
-from pilotlight.common.db.session import Database, UnitOfWork
-from pilotlight.common.errors import Conflict
-from pilotlight.common.policy_version import policy_version
+from pilotlight.common.db.session import Database
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.ids import DecisionId, InstanceId, ModelName
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Phase
-from pilotlight.policy.plan import Estimate, Estimates, Instance, InstanceState, on_clock
-from pilotlight.scheduler.explained import actual_of
+from pilotlight.policy.plan import Estimate, Estimates, Instance, on_clock
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
+from pilotlight.scheduler.rows import (
+    NOW,
+    Move,
+    Rows,
+    cold_start_row,
+    decision_row,
+    ended,
+    moved,
+    planned,
+)
 from pilotlight.scheduler.settings import SchedulerSettings
-from pilotlight.scheduler.timing_rows import Rows, timings_of
+from pilotlight.scheduler.timing_rows import Rows as TimingRows
+from pilotlight.scheduler.timing_rows import timings_of
+from pilotlight.scheduler.writer import MOST_TOGETHER, Writer
 
 log = structlog.get_logger()
 
 REMEMBERED_S = 60.0
 """Ended instances that a new leader still reads: their failures slow the next start down."""
-EVENTS = {
-    InstanceState.READY: "instance_ready",
-    InstanceState.FAILED: "instance_failed",
-    InstanceState.GONE: "instance_gone",
-}
 
 
 def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
@@ -104,6 +109,7 @@ class SchedulerRepository:
     def __init__(self, database: Database, fence: Fence, clock: Clock) -> None:
         self._database = database
         self._fence = fence
+        self._writer = Writer(fence)
         self._clock = clock
 
     async def load(self) -> Stored:
@@ -144,12 +150,15 @@ class SchedulerRepository:
             timings=timings_of((row.key, row.body) for row in timings),
         )
 
-    async def is_pinned(self, model: ModelName) -> bool:
-        """Whether an administrator was answered that the model is pinned, however lately."""
-        pinned = tables.models.c.body["pinned"].as_boolean()
-        found = select(pinned).where(tables.models.c.name == model)
+    async def pinned_of(self, models: Iterable[ModelName]) -> frozenset[ModelName]:
+        """Of which models an administrator was answered that they are pinned, however lately."""
+        table = tables.models
+        found = select(table.c.name).where(
+            table.c.name == any_(cast(list(models), ARRAY(Text))),
+            table.c.body["pinned"].as_boolean(),
+        )
         async with self._database.reading() as connection:
-            return bool((await connection.execute(found)).scalar_one_or_none())
+            return frozenset((await connection.execute(found)).scalars().all())
 
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
         """Write a new instance, the decision that planned it, and its open cold start.
@@ -158,22 +167,14 @@ class SchedulerRepository:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        async with self._fence.unit_of_work() as work:
-            await work.connection.execute(
-                insert(tables.instances).values(**self._columns(instance), created_at=_NOW)
+        await self._writer.write(
+            Rows(
+                instances=(instance,),
+                decisions=(self._row_of(decision),),
+                opened=(cold_start_row(cold_start),),
+                events=(planned(instance),),
             )
-            await self._decide(work, decision)
-            await work.connection.execute(
-                insert(tables.cold_starts).values(
-                    **self._record_columns(cold_start), created_at=_NOW
-                )
-            )
-            data = {
-                "model": instance.model,
-                "decision_id": decision.decision_id,
-                "workers": [p.worker_id for p in instance.placements],
-            }
-            work.emit("instance_planned", instance.instance_id, data)
+        )
 
     async def decide(self, decision: Decision) -> None:
         """Write a decision that started nothing.
@@ -182,165 +183,100 @@ class SchedulerRepository:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        async with self._fence.unit_of_work() as work:
-            await self._decide(work, decision)
+        await self._writer.write(Rows(decisions=(self._row_of(decision),)))
 
     async def move(
         self,
-        before: Instance,
-        after: Instance,
-        decision: Decision | None = None,
+        moves: Sequence[Move],
+        decisions: Sequence[Decision] = (),
         become: Sequence[Instance] = (),
     ) -> None:
-        """Change an instance, if the row still is what the change was made from.
+        """Change instances, if their rows still are what the changes were made from.
 
         Args:
-            before: As it was.
-            after: As it is from now on.
-            decision: That made it so.
-            become: New instances that its workers are from now on; ``decision`` planned them.
+            moves: Of different instances.
+            decisions: That made them so.
+            become: New instances that workers are from now on; one of ``decisions`` planned each.
 
         Raises:
-            Conflict: it is not.
+            Conflict: one of them is not; nothing is written.
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        table = tables.instances
-        as_seen = (
-            (table.c.instance_id == before.instance_id)
-            & (table.c.state == before.state.value)
-            & (table.c.epoch == before.epoch)
-            & (table.c.generation == before.generation)
+        await self._writer.write(
+            Rows(
+                instances=tuple(become),
+                moves=tuple(moves),
+                decisions=tuple(map(self._row_of, decisions)),
+                events=(
+                    *map(planned, become),
+                    *(one for move in moves for one in moved(move)),
+                ),
+            )
         )
-        async with self._fence.unit_of_work() as work:
-            changed = await work.connection.execute(
-                update(table).where(as_seen).values(**self._columns(after))
-            )
-            if changed.rowcount != 1:
-                raise Conflict(
-                    f"{before.instance_id} is not {before.state.value} at epoch {before.epoch},"
-                    f" generation {before.generation} any more"
-                )
-            if decision is not None:
-                await self._decide(work, decision)
-            for one in become:
-                await work.connection.execute(
-                    insert(table).values(**self._columns(one), created_at=_NOW)
-                )
-                workers = [place.worker_id for place in one.placements]
-                data = {"model": one.model, "decision_id": one.decision_id, "workers": workers}
-                work.emit("instance_planned", one.instance_id, data)
-            kind = EVENTS.get(after.state)
-            if kind is not None:
-                work.emit(kind, after.instance_id, {"model": after.model, "reason": after.reason})
 
-    async def save_cold_start(self, record: ColdStart, *, finished: bool) -> None:
-        """Write a cold start as it is now; ``finished`` when it has just been closed.
+    async def save_cold_starts(
+        self, records: Iterable[ColdStart], finished: AbstractSet[InstanceId]
+    ) -> None:
+        """Write cold starts as they are now.
+
+        Args:
+            records: Of different instances.
+            finished: Those that have just been closed.
 
         Raises:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        table = tables.cold_starts
-        columns = self._record_columns(record)
-        async with self._fence.unit_of_work() as work:
-            await work.connection.execute(
-                update(table)
-                .where(table.c.instance_id == record.instance_id)
-                .values(**columns, **({"finished_at": _NOW} if finished else {}))
-            )
-            if finished:
-                await work.connection.execute(
-                    update(tables.decisions)
-                    .where(tables.decisions.c.decision_id == record.decision_id)
-                    .values(actual=actual_of(record))
+        listed = list(records)
+        for first in range(0, len(listed), MOST_TOGETHER):
+            some = listed[first : first + MOST_TOGETHER]
+            await self._writer.write(
+                Rows(
+                    cold_starts=tuple(
+                        cold_start_row(one, finished=one.instance_id in finished) for one in some
+                    ),
+                    events=tuple(ended(one) for one in some if one.instance_id in finished),
                 )
-                data = {
-                    "model": record.model,
-                    "status": record.status,
-                    "ttft_s": record.ttft_s,
-                    "coverage": record.coverage,
-                }
-                work.emit("cold_start_finished", record.instance_id, data)
+            )
 
-    async def save_learned(self, estimate: Estimate, timings: Rows) -> None:
+    async def save_learned(self, estimates: Sequence[Estimate], timings: TimingRows) -> None:
         """Write what was learned.
 
         Args:
-            estimate: Of the model.
+            estimates: One of each model and kind of device.
             timings: Those that are others than before.
 
         Raises:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        body = to_row_json(estimate)
         new = insert(tables.estimates).values(
-            model=estimate.model, device_kind=estimate.device_kind.value, body=body
+            [
+                {"model": one.model, "device_kind": one.device_kind.value, "body": to_row_json(one)}
+                for one in sorted(estimates, key=lambda one: (one.model, one.device_kind.value))
+            ]
         )
         async with self._fence.unit_of_work() as work:
             if timings:
                 rows = insert(tables.timings).values(
                     [
-                        {"key": key, "body": value, "updated_at": _NOW}
+                        {"key": key, "body": value, "updated_at": NOW}
                         for key, value in sorted(timings.items())
                     ]
                 )
-                news = {"body": rows.excluded.body, "updated_at": _NOW}
+                news = {"body": rows.excluded.body, "updated_at": NOW}
                 await work.connection.execute(
                     rows.on_conflict_do_update(index_elements=["key"], set_=news)
                 )
             await work.connection.execute(
                 new.on_conflict_do_update(
-                    index_elements=["model", "device_kind"], set_={"body": body}
+                    index_elements=["model", "device_kind"], set_={"body": new.excluded.body}
                 )
             )
 
-    async def _decide(self, work: UnitOfWork, decision: Decision) -> None:
-        await work.connection.execute(
-            insert(tables.decisions).values(
-                decision_id=decision.decision_id,
-                kind=decision.kind,
-                model=decision.model,
-                instance_id=decision.instance_id,
-                epoch=decision.epoch,
-                at=self._clock.wall(),
-                inputs=decision.inputs,
-                outcome=decision.outcome,
-                reasons=list(decision.reasons),
-                policy_version=policy_version(),
-            )
-        )
-
-    def _columns(self, instance: Instance) -> dict[str, Any]:
-        return {
-            "instance_id": instance.instance_id,
-            "model": instance.model,
-            "digest": instance.digest,
-            "state": instance.state.value,
-            "generation": instance.generation,
-            "epoch": instance.epoch,
-            "body": to_row_json(instance),
-            "updated_at": _NOW,
-        }
-
-    def _record_columns(self, record: ColdStart) -> dict[str, Any]:
-        seen_at = datetime.fromtimestamp(record.demand_seen_s + record.wall_offset_s, UTC)
-        return {
-            "instance_id": record.instance_id,
-            "model": record.model,
-            "decision_id": record.decision_id,
-            "trace_id": record.trace_id,
-            "status": record.status,
-            "demand_seen_at": seen_at,
-            "dispatched_s": record.dispatched_s,
-            "first_token_s": record.end_s,
-            "wall_offset_s": record.wall_offset_s,
-            "queue_s": record.queue_s,
-            "ttft_s": record.ttft_s,
-            "coverage": record.coverage,
-            "phases": to_row_json(record.phases),
-        }
+    def _row_of(self, decision: Decision) -> Mapping[str, object]:
+        return decision_row(decision, self._clock.wall())
 
     def _instance_of(self, row: Row[Any]) -> StoredInstance | None:
         instance = from_row_json(row.body, Instance)
@@ -377,8 +313,3 @@ class SchedulerRepository:
             coverage=row.coverage,
             phases=from_row_json(row.phases, tuple[Phase, ...]),
         )
-
-
-_NOW = text("clock_timestamp()")
-"""Rows' ages are told by the database's clock: a new leader on another host has no other in common
-with the old one."""

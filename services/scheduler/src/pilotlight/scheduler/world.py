@@ -93,15 +93,21 @@ class World:
 
     def hear_demand(self, vector: DemandVector, now_s: float) -> bool:
         """Take a gateway's whole demand."""
-        before = {demand.model: demand.waiting for demand in self.demand(now_s)}
+        before = self._waiting_by_model()
         if vector.demands:
             self._vectors[vector.gateway_id] = _Vector(
                 vector.demands, now_s, self.roster.listened_s(now_s)
             )
         else:
             self._vectors.pop(vector.gateway_id, None)
-        after = {demand.model: demand.waiting for demand in self.demand(now_s)}
+        self._drop_silent(now_s)
+        after = self._waiting_by_model()
+        self._note_waiting(after, now_s)
         return before != after
+
+    def is_awaited(self, model: ModelName) -> bool:
+        """Whether some gateway held requests for a model when it was last looked at."""
+        return model in self._waiting_since_s
 
     def listen(self, now_s: float) -> None:
         """Nothing was heard before now."""
@@ -143,6 +149,18 @@ class World:
 
     def demand(self, now_s: float) -> tuple[Demand, ...]:
         """Waiting requests by model, over every gateway that is heard."""
+        self._drop_silent(now_s)
+        merged: dict[ModelName, Demand] = {}
+        for vector in self._vectors.values():
+            for demand in vector.demands:
+                aged = _aged(demand, now_s - vector.heard_s)
+                known = merged.get(demand.model)
+                merged[demand.model] = aged if known is None else _joined(known, aged)
+        self._note_waiting({name: one.waiting for name, one in merged.items()}, now_s)
+        return tuple(merged[model] for model in sorted(merged))
+
+    def _drop_silent(self, now_s: float) -> None:
+        """Forget what gateways told that are not heard any more."""
         listened_s = self.roster.listened_s(now_s)
         for vector in self._vectors.values():
             # The clock was put back when this process found that it had stood still; what was heard
@@ -153,17 +171,20 @@ class World:
             for key, one in self._vectors.items()
             if listened_s - one.listened_s <= GATEWAY_SILENT_S
         }
-        merged: dict[ModelName, Demand] = {}
+
+    def _waiting_by_model(self) -> dict[ModelName, int]:
+        waiting = dict[ModelName, int]()
         for vector in self._vectors.values():
-            for demand in vector.demands:
-                aged = _aged(demand, now_s - vector.heard_s)
-                known = merged.get(demand.model)
-                merged[demand.model] = aged if known is None else _joined(known, aged)
-        waiting = {model for model, demand in merged.items() if demand.waiting > 0}
+            for one in vector.demands:
+                waiting[one.model] = waiting.get(one.model, 0) + one.waiting
+        return waiting
+
+    def _note_waiting(self, waiting: Mapping[ModelName, int], now_s: float) -> None:
         self._waiting_since_s = {
-            model: self._waiting_since_s.get(model, now_s) for model in waiting
+            model: self._waiting_since_s.get(model, now_s)
+            for model, count in waiting.items()
+            if count > 0
         }
-        return tuple(merged[model] for model in sorted(merged))
 
     def waiting_since_s(self, model: ModelName) -> float | None:
         """When this process first heard that a request waits for a model; None when none does."""

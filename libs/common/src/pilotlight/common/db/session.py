@@ -62,10 +62,30 @@ class UnitOfWork:
         self.connection = connection
         self.events: list[dict[str, Any]] = []
 
-    def emit(self, kind: str, entity: str, data: dict[str, Any] | None = None) -> None:
-        """Publish an event when, and only when, this commits. ``data`` must be JSON."""
+    def emit(
+        self,
+        kind: str,
+        entity: str,
+        data: dict[str, Any] | None = None,
+        trace_parent: str | None = None,
+    ) -> None:
+        """Publish an event when, and only when, this commits.
+
+        Args:
+            kind: What happened.
+            entity: Its name.
+            data: JSON.
+            trace_parent: Of what brought it about; None: of the work that is under way.
+        """
+        parent = current_traceparent() if trace_parent is None else trace_parent
         self.events.append(
-            {"event_id": new_event_id(), "kind": kind, "entity": entity, "data": data or {}}
+            {
+                "event_id": new_event_id(),
+                "kind": kind,
+                "entity": entity,
+                "data": data or {},
+                "trace_parent": parent,
+            }
         )
 
 
@@ -196,9 +216,9 @@ class Database:
     async def _write_events(self, work: UnitOfWork) -> None:
         if not work.events:
             return
-        common = {"at": self._clock.wall(), "trace_parent": current_traceparent()}
+        at = self._clock.wall()
         await work.connection.execute(
-            insert(tables.outboxes[self.schema]), [{**event, **common} for event in work.events]
+            insert(tables.outboxes[self.schema]), [{**event, "at": at} for event in work.events]
         )
 
 

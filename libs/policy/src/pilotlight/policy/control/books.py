@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from pilotlight.policy.cluster import WorkerView
+from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.model import Model
@@ -42,18 +43,18 @@ class Record:
 
 
 Ids = tuple[InstanceId, ...]
-Key = TypeVar("Key")
+Key = TypeVar("Key", bound=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Books:
     """Every instance that lives or has just ended."""
 
-    records: Mapping[InstanceId, Record] = field(default_factory=dict[InstanceId, Record])
-    by_model: Mapping[ModelName, Ids] = field(default_factory=dict[ModelName, Ids])
-    by_digest: Mapping[Digest, Ids] = field(default_factory=dict[Digest, Ids])
-    by_worker: Mapping[WorkerId, Ids] = field(default_factory=dict[WorkerId, Ids])
-    by_node: Mapping[NodeId, Ids] = field(default_factory=dict[NodeId, Ids])
+    records: Table[InstanceId, Record] = field(default_factory=Table["InstanceId", "Record"])
+    by_model: Table[ModelName, Ids] = field(default_factory=Table["ModelName", "Ids"])
+    by_digest: Table[Digest, Ids] = field(default_factory=Table["Digest", "Ids"])
+    by_worker: Table[WorkerId, Ids] = field(default_factory=Table["WorkerId", "Ids"])
+    by_node: Table[NodeId, Ids] = field(default_factory=Table["NodeId", "Ids"])
     touched: Mapping[InstanceId, Record | None] = field(
         default_factory=dict[InstanceId, "Record | None"]
     )
@@ -63,34 +64,36 @@ class Books:
     def put(self, *records: Record) -> "Books":
         """Books with these in the place of those of the same instances.
 
-        Costs one copy of the tables, however many they are.
+        Costs what is put, and one copy of what was touched since the last tick.
         """
         if not records:
             return self
-        kept, touched = dict(self.records), dict(self.touched)
+        news, touched = dict[InstanceId, Record](), dict(self.touched)
         moved: list[Record] = []
         for record in records:
             instance_id = record.instance.instance_id
-            known = kept.get(instance_id)
+            known = news.get(instance_id) or self.records.find(instance_id)
             touched.setdefault(instance_id, known)
-            kept[instance_id] = record
+            news[instance_id] = record
             if known is None or known.instance.placements != record.instance.placements:
                 moved.append(record)
                 if known is not None:
                     moved.append(known)
+        kept = self.records.put(news)
         if not moved:
             return replace(self, records=kept, touched=touched)
         return _indexed(kept, self, moved, touched)
 
     def without(self, instance_ids: Iterable[InstanceId]) -> "Books":
         """Books that have forgotten some instances."""
-        gone = [self.records[one] for one in instance_ids if one in self.records]
+        found = (self.records.find(one) for one in instance_ids)
+        gone = [one for one in found if one is not None]
         if not gone:
             return self
-        kept, touched = dict(self.records), dict(self.touched)
+        touched = dict(self.touched)
         for record in gone:
             touched.setdefault(record.instance.instance_id, record)
-            kept.pop(record.instance.instance_id, None)
+        kept = self.records.put({}, [one.instance.instance_id for one in gone])
         return _indexed(kept, self, gone, touched)
 
     def settled(self) -> "Books":
@@ -99,7 +102,7 @@ class Books:
 
     def get(self, instance_id: InstanceId) -> Record | None:
         """One record."""
-        return self.records.get(instance_id)
+        return self.records.find(instance_id)
 
     def rows(self) -> tuple[Record, ...]:
         """Records that are rows and have not ended."""
@@ -136,7 +139,7 @@ class Books:
 
 
 def _indexed(
-    records: dict[InstanceId, Record],
+    records: Table[InstanceId, Record],
     before: Books,
     moved: Iterable[Record],
     touched: Mapping[InstanceId, Record | None],
@@ -144,42 +147,59 @@ def _indexed(
     """Books of ``records``: the indexes of ``before``, mended where ``moved`` records are, or
     were.
     """
-    models, digests = dict(before.by_model), dict(before.by_digest)
-    workers, nodes = dict(before.by_worker), dict(before.by_node)
+    models, digests = dict[ModelName, Ids](), dict[Digest, Ids]()
+    workers, nodes = dict[WorkerId, Ids](), dict[NodeId, Ids]()
     for record in moved:
         instance_id = record.instance.instance_id
-        current = records.get(instance_id)
+        current = records.find(instance_id)
         places = current.instance.placements if current is not None else ()
         there = current is not None
-        _mend(models, record.instance.model, instance_id, present=there)
-        _mend(digests, record.instance.digest, instance_id, present=there)
+        _mend(before.by_model, models, record.instance.model, instance_id, present=there)
+        _mend(before.by_digest, digests, record.instance.digest, instance_id, present=there)
         for one in record.instance.placements:
             on_worker = any(place.worker_id == one.worker_id for place in places)
-            _mend(workers, one.worker_id, instance_id, present=on_worker)
+            _mend(before.by_worker, workers, one.worker_id, instance_id, present=on_worker)
             on_node = any(place.node_id == one.node_id for place in places)
-            _mend(nodes, one.node_id, instance_id, present=on_node)
+            _mend(before.by_node, nodes, one.node_id, instance_id, present=on_node)
     return Books(
         records=records,
-        by_model=models,
-        by_digest=digests,
-        by_worker=workers,
-        by_node=nodes,
+        by_model=_mended(before.by_model, models),
+        by_digest=_mended(before.by_digest, digests),
+        by_worker=_mended(before.by_worker, workers),
+        by_node=_mended(before.by_node, nodes),
         touched=touched,
     )
 
 
-def _mend(index: dict[Key, Ids], key: Key, instance_id: InstanceId, *, present: bool) -> None:
-    """Instances keep the order in which they came."""
-    listed = index.get(key, ())
-    if present:
-        if instance_id not in listed:
-            index[key] = (*listed, instance_id)
+def _mend(
+    index: Table[Key, Ids],
+    news: dict[Key, Ids],
+    key: Key,
+    instance_id: InstanceId,
+    *,
+    present: bool,
+) -> None:
+    """Instances keep the order in which they came.
+
+    Args:
+        index: As it was.
+        news: What is another one in it.
+        key: Under which an instance is listed.
+        instance_id: Of the instance.
+        present: Whether it is to be.
+    """
+    listed = news[key] if key in news else index.find(key) or ()
+    if present == (instance_id in listed):
         return
     others = tuple(one for one in listed if one != instance_id)
-    if others:
-        index[key] = others
-    else:
-        index.pop(key, None)
+    news[key] = (*others, instance_id) if present else others
+
+
+def _mended(index: Table[Key, Ids], news: Mapping[Key, Ids]) -> Table[Key, Ids]:
+    return index.put(
+        {key: ids for key, ids in news.items() if ids},
+        [key for key, ids in news.items() if not ids],
+    )
 
 
 def refreshed(

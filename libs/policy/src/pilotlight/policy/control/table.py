@@ -41,6 +41,9 @@ class Table(Mapping[Key, Value]):
         """The value of a key; None where there is none."""
         return self._chunks[hash(key) % CHUNKS].get(key)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._chunks[hash(key) % CHUNKS]
+
     def __iter__(self) -> Iterator[Key]:
         for chunk in self._chunks:
             yield from chunk
