@@ -34,6 +34,11 @@ GRACE_TOKENS = 20
 """A stream may be behind by as many, if four times as many are to come: its mean counts."""
 LEAST_TOKENS = 256
 """Of prompts in a step, whatever is promised: they end, too."""
+WORTH_TOKENS = 1024
+"""Of prompts in a step: fewer are waited with until there is room, if there are more."""
+GAINED = 0.6
+"""Of the time promised for a token: streams whose steps take less get ahead, also those whose grace
+goes down by a token for four."""
 TIGHT = 2.0
 """A first token is in danger when what is to run before it takes more than this part of the time
 that is left."""
@@ -99,10 +104,16 @@ class Promises:
         with_s = without_s + self._runs_s(request)
         return any(without_s <= one.due_s < with_s for one in prompts if one.due_s is not None)
 
-    def prompt_tokens(self, streams: Collection[Request], now_s: float) -> int | None:
+    def prompt_tokens(self, streams: Collection[Request], wanted: int, now_s: float) -> int | None:
         """Tokens of prompts that a step may hold beside streams; None: as many as it can.
 
-        Streams that are late already are not waited for.
+        Streams that are late already are not waited for. Thin slices cost most: where a step has no
+        room for one that is worth it, and streams get ahead without, it holds none.
+
+        Args:
+            streams: that have a token of the step.
+            wanted: tokens of prompts, as far as it matters (``WORTH_TOKENS``).
+            now_s: on the engine's clock.
         """
         token_s = self.pace.prompt_token_s
         if not self.kept or not token_s:
@@ -110,8 +121,12 @@ class Promises:
         leads = [lead_s for one in streams if (lead_s := _lead_s(one, now_s)) is not None]
         if not leads:
             return None
-        free_s = min(leads) - (self.pace.streams_s(map(_context, streams)) or 0.0)
-        return max(LEAST_TOKENS, int(free_s / token_s))
+        streams_s = self.pace.streams_s(map(_context, streams)) or 0.0
+        worth_s = streams_s + token_s * min(wanted, WORTH_TOKENS)
+        gains = [GAINED * one.token_s > streams_s for one in streams if one.token_s is not None]
+        if min(leads) < max(worth_s, self.pace.launches_s) and all(gains):
+            return 0
+        return max(LEAST_TOKENS, int((min(leads) - streams_s) / token_s))
 
     def tight(
         self, to_run: Iterable[Request], streams: Iterable[Request], chunk: int, now_s: float

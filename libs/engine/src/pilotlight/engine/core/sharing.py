@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.core.promises import Promises
+from pilotlight.engine.core.promises import WORTH_TOKENS, Promises
 from pilotlight.engine.core.request import Request
 from pilotlight.policy.request import RequestKey
 
@@ -57,7 +57,12 @@ class Sharing:
         begun = [request for request in running.values() if request.wanted > 1]
         if not streams or not (begun or waiting):
             return StepShare(whole, whole)
-        tokens = promises.prompt_tokens(streams, now_s)
+        wanted = 0
+        for request in chain(begun, waiting):
+            wanted += request.wanted
+            if wanted >= WORTH_TOKENS:
+                break
+        tokens = promises.prompt_tokens(streams, wanted, now_s)
         tokens = whole if tokens is None else min(whole, len(streams) + tokens)
         chunk = self.limits.chunk_tokens
         if chunk is None or promises.tight(chain(begun, waiting), streams, chunk, now_s):
