@@ -2,15 +2,16 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from pilotlight.policy.failures import failed_starts_s
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.load import carried, expected_requests, further_requests, promised
 from pilotlight.policy.model import Model
-from pilotlight.policy.plan import Instance, InstanceState, Snapshot
+from pilotlight.policy.plan import Instance, Snapshot
 from pilotlight.policy.request import Demand
 
 
@@ -128,7 +129,9 @@ def plan_scaling(
     draft = _Draft()
     models = {model.name: model for model in snapshot.models}
     active: dict[ModelName, list[Instance]] = defaultdict(list)
+    every: dict[ModelName, list[Instance]] = defaultdict(list)
     for instance in snapshot.instances:
+        every[instance.model].append(instance)
         if instance.state not in STARTING | SERVING:
             continue
         model = models.get(instance.model)
@@ -147,7 +150,8 @@ def plan_scaling(
         left = _shrink(model, active[model.name], demand, snapshot.now_s, rules, draft)
         if demand is None:
             left = _less_surplus(model, left, since_s, snapshot.now_s, rules, draft)
-        _grow(model, left, demand, growing, snapshot, rules, draft)
+        failed_s = failed_starts_s(model, every.get(model.name, ()))
+        _grow(model, left, demand, growing, failed_s, snapshot, rules, draft)
     return ScalePlan(
         starts=tuple(draft.starts),
         drains=tuple(draft.drains),
@@ -269,11 +273,23 @@ def _grow(
     left: list[Instance],
     demand: Demand | None,
     growing: frozenset[InstanceId],
+    failed_s: Sequence[float],
     snapshot: Snapshot,
     rules: ScalingRules,
     draft: _Draft,
 ) -> None:
-    """Rules 5 to 7."""
+    """Rules 5 to 7.
+
+    Args:
+        model: Which may get more instances.
+        left: Those that stay.
+        demand: What waits for it.
+        growing: Instances whose requests are about to have more KV.
+        failed_s: When its last starts failed, the latest first.
+        snapshot: The facts.
+        rules: Figures of the decision.
+        draft: Takes the starts.
+    """
     bounds = model.scaling
     total = promised(left)
     starting = total - sum(instance.state in SERVING for instance in left)
@@ -312,7 +328,7 @@ def _grow(
             Held(model=model.name, reason="the KV of an instance that serves is growing")
         )
         return
-    pause_s = failure_pause_s(model, snapshot, rules)
+    pause_s = failure_pause_s(failed_s, snapshot.now_s, rules)
     if pause_s > 0:  # 7
         draft.held.append(
             Held(
@@ -321,7 +337,7 @@ def _grow(
             )
         )
         return
-    if failed_starts_s(model, snapshot):
+    if failed_s:
         count = min(count, max(0, 1 - starting))
     if for_minimum and for_demand <= 0:
         why = f"at least {bounds.min_instances} instances are asked for"
@@ -365,36 +381,13 @@ def next_change_s(
     return min((at_s for at_s in times if at_s > after_s), default=math.inf)
 
 
-def failure_pause_s(model: Model, snapshot: Snapshot, rules: ScalingRules) -> float:
+def failure_pause_s(failed_s: Sequence[float], now_s: float, rules: ScalingRules) -> float:
     """How long the next cold start of a model must still wait because the last ones failed; 0 when
     it need not.
     """
-    failed_s = failed_starts_s(model, snapshot)
     if len(failed_s) < 2:
         return 0.0
     pause_s = min(
         rules.failure_pause_limit_s, rules.failure_pause_s * 2 ** min(len(failed_s) - 2, 16)
     )
-    return max(0.0, failed_s[0] + pause_s - snapshot.now_s)
-
-
-def failed_starts_s(model: Model, snapshot: Snapshot) -> tuple[float, ...]:
-    """When the last starts of a model failed, one after the other, the latest first.
-
-    A worker that died under a serving instance says nothing against the next start: only instances
-    that never served count, and those that ended before the last one that did serve are forgiven.
-    """
-    ours = [
-        one for one in snapshot.instances if one.digest == model.digest and one.model == model.name
-    ]
-    served_since_s = max(
-        (one.state_since_s for one in ours if one.state in SERVING), default=-math.inf
-    )
-    failed = (
-        one.state_since_s
-        for one in ours
-        if one.state is InstanceState.FAILED
-        and not one.served
-        and one.state_since_s > served_since_s
-    )
-    return tuple(sorted(failed, reverse=True))
+    return max(0.0, failed_s[0] + pause_s - now_s)

@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.cluster import HeldStage, HeldState, NodeFacts, WorkerFacts
-from pilotlight.policy.cost import stage_room
+from pilotlight.policy.cluster import HeldStage, HeldState
+from pilotlight.policy.failures import failed_starts_s
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.model import Model
 from pilotlight.policy.placement import PlacementRules, by_worker, room_on, seen_on, why_unusable
+from pilotlight.policy.places import Importance, Need, Place, Rooms
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
-from pilotlight.policy.scaling import Drain, failed_starts_s
+from pilotlight.policy.scaling import Drain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,70 +63,6 @@ class TurnPlan:
     drains: tuple[Drain, ...] = ()
     longest_wait_s: float = 0.0
     """Of the models that are served nowhere."""
-
-
-_Importance = tuple[bool, float, str]
-"""Of an instance, see ``_importance``."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Place:
-    """One worker's room while it is being shared out."""
-
-    worker: WorkerFacts
-    node: NodeFacts
-    room_bytes: int
-    """Free, or free as soon as it is asked for."""
-    coming_bytes: int
-    """On its way out."""
-    models: frozenset[ModelName]
-    """Those of which it has an instance that serves or starts."""
-    victims: list[tuple[Instance, int]]
-    """The instances that may make room, and what that frees here."""
-    claimed: bool = False
-    least_important: _Importance = (False, 0.0, "")
-    """Of the victims, before any was chosen."""
-
-    def give(self, victim: Instance) -> None:
-        """What the victim has here, if it has anything, is on its way out."""
-        self.coming_bytes += sum(
-            size_bytes for one, size_bytes in self.victims if one.instance_id == victim.instance_id
-        )
-        self.victims = [one for one in self.victims if one[0].instance_id != victim.instance_id]
-
-    def claim(self, least_bytes: int) -> None:
-        """Keep room for one instance, from what is there first."""
-        self.claimed = True
-        from_room = min(max(self.room_bytes, 0), least_bytes)
-        self.room_bytes -= from_room
-        self.coming_bytes -= least_bytes - from_room
-
-
-class _Need:
-    """What one model needs of a place. Devices and pools that count alike are asked once."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._device_bytes: dict[int, int] = {}
-        self._host_bytes: dict[int, int] = {}
-
-    def device_bytes(self, place: _Place) -> int:
-        """The least with which it is worth loading there."""
-        granule_bytes = place.worker.device.granule_bytes
-        if granule_bytes not in self._device_bytes:
-            room = stage_room(self._model, self._model.spec.whole, granule_bytes)
-            self._device_bytes[granule_bytes] = room.least_bytes
-        return self._device_bytes[granule_bytes]
-
-    def is_met_by(self, place: _Place) -> bool:
-        """Whether the node's host pool could ever hold it, and it is not there yet."""
-        unit_bytes = place.node.pool_unit_bytes
-        if unit_bytes not in self._host_bytes:
-            self._host_bytes[unit_bytes] = place.node.pool_room_bytes(self._model.spec.part_bytes)
-        return (
-            self._model.name not in place.models
-            and self._host_bytes[unit_bytes] <= place.node.pool_bytes
-        )
 
 
 def plan_turns(
@@ -181,21 +118,21 @@ def plan_turns(
     places = _places(snapshot, models, rules)
     spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
     spare.subtract({model.name: model.scaling.min_instances for model in snapshot.models})
-    ranked = _ranked(places, spare)
+    ranked, rooms = _ranked(places, spare), Rooms(places)
+    claimed: list[Place] = []
     turns: list[Turn] = []
     drains: list[Drain] = []
     for model in line:
-        need = _Need(model)
-        usable = [place for place in places if need.is_met_by(place)]
+        need = Need(model)
         left = [
             place
-            for place in usable
-            if place.claimed and place.room_bytes < need.device_bytes(place)
+            for place in claimed
+            if place.room_bytes < need.device_bytes(place) and need.is_met_by(place)
         ]
         turns.append(
             Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left))
         )
-        place = _with_room(usable, need) or _with_room(usable, need, coming=True)  # 1, 2
+        place = rooms.free(need) or rooms.coming(need)  # 1, 2
         demand = waiting.get(model.name)
         asks = (
             demand is not None
@@ -210,15 +147,17 @@ def plan_turns(
                     other.give(victim)
                 drains.append(_drain(victim, model, waiting[model.name], snapshot, rules))
         if place is not None:
-            place.claim(need.device_bytes(place))
-    claimed = frozenset(place.worker.worker_id for place in places if place.claimed)
+            if not place.claimed:
+                claimed.append(place)
+            rooms.claim(place, need)
+    taken = frozenset(place.worker.worker_id for place in claimed)
     ahead = {model.name for model in line}
     behind = (model for model in everyone if model.name not in ahead)
-    turns += [Turn(model=model.name, left=claimed) for model in behind]
+    turns += [Turn(model=model.name, left=taken) for model in behind]
     return TurnPlan(turns=tuple(turns), drains=tuple(drains), longest_wait_s=longest_wait_s)
 
 
-def _ranked(places: Iterable[_Place], spare: Counter[ModelName]) -> list[_Place]:
+def _ranked(places: Iterable[Place], spare: Counter[ModelName]) -> list[Place]:
     """Those with instances that may be asked to make room, the least important of these first."""
     ranked = [place for place in places if place.victims]
     for place in ranked:
@@ -231,25 +170,14 @@ def _may_ask(model: Model, demand: Demand, snapshot: Snapshot, rules: TurnRules)
     a third time.
     """
     return (
-        demand.oldest_age_s >= rules.patience_s(model) and len(failed_starts_s(model, snapshot)) < 2
-    )
-
-
-def _with_room(usable: list[_Place], need: _Need, *, coming: bool = False) -> _Place | None:
-    """The worker with the most room to spare; None where the model fits nowhere."""
-
-    def spare_bytes(place: _Place) -> int:
-        return place.room_bytes + (place.coming_bytes if coming else 0) - need.device_bytes(place)
-
-    fitting = [place for place in usable if spare_bytes(place) >= 0]
-    return max(
-        fitting, key=lambda place: (spare_bytes(place), place.worker.worker_id), default=None
+        demand.oldest_age_s >= rules.patience_s(model)
+        and len(failed_starts_s(model, snapshot.instances)) < 2
     )
 
 
 def _cheapest(
-    ranked: list[_Place], need: _Need, spare: Counter[ModelName]
-) -> tuple[_Place | None, list[Instance]]:
+    ranked: list[Place], need: Need, spare: Counter[ModelName]
+) -> tuple[Place | None, list[Instance]]:
     """The worker where the fewest instances have to go; of several, where the most important of
     them is the least so.
 
@@ -257,7 +185,7 @@ def _cheapest(
     to go, and instances become no less important while others are chosen, so the search ends where
     no later worker can be cheaper.
     """
-    best: tuple[tuple[int, _Importance, WorkerId], _Place, list[Instance]] | None = None
+    best: tuple[tuple[int, Importance, WorkerId], Place, list[Instance]] | None = None
     for place in ranked:
         if best is not None and best[0][:2] < (1, place.least_important):
             break
@@ -291,7 +219,7 @@ def _drain(
     )
 
 
-def _victims(place: _Place, least_bytes: int, spare: Counter[ModelName]) -> list[Instance]:
+def _victims(place: Place, least_bytes: int, spare: Counter[ModelName]) -> list[Instance]:
     """The least important instances that are enough; none where all together are not."""
     missing_bytes = least_bytes - place.room_bytes - place.coming_bytes
     chosen: list[Instance] = []
@@ -306,21 +234,21 @@ def _victims(place: _Place, least_bytes: int, spare: Counter[ModelName]) -> list
     return chosen if missing_bytes <= 0 else []
 
 
-def _importance(instance: Instance, spare: Counter[ModelName]) -> _Importance:
+def _importance(instance: Instance, spare: Counter[ModelName]) -> Importance:
     """The least important first: others of its model serve too, then it has served for the
     longest.
     """
     return spare[instance.model] <= 1, instance.state_since_s, instance.instance_id
 
 
-def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules) -> list[_Place]:
+def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules) -> list[Place]:
     """Every worker on which something can be placed."""
     snapshot = replace(
         snapshot, instances=tuple(one for one in snapshot.instances if one.state not in ENDED)
     )
     nodes = {node.node_id: node for node in snapshot.nodes}
     on = by_worker(snapshot)
-    places: list[_Place] = []
+    places: list[Place] = []
     for worker in snapshot.workers:
         node = nodes.get(worker.node_id)
         if node is None or why_unusable(worker, node) is not None:
@@ -330,7 +258,7 @@ def _places(snapshot: Snapshot, models: dict[ModelName, Model], rules: TurnRules
         held = {one.instance_id: one for one in worker.held}
         here = [one for one in present if one.instance_id in held]
         places.append(
-            _Place(
+            Place(
                 worker=worker,
                 node=node,
                 room_bytes=room_bytes,

@@ -150,6 +150,8 @@ class Tries:
             each[start.model].append(start)
         begun: list[tuple[Turn, int]] = []
         for turn in turns:
+            if self._is_full:
+                break
             count = len(each[turn.model])
             made = self._begin(each[turn.model][0], turn.left, draft, demand, wanted, count)
             if made:
@@ -159,8 +161,17 @@ class Tries:
             more, so_far = made, made
             while more and so_far < len(starts_of):
                 further, count = starts_of[so_far], len(starts_of) - so_far
-                more = self._begin(further, turn.left, draft, demand, wanted, count)
+                more = (
+                    0
+                    if self._is_full
+                    else self._begin(further, turn.left, draft, demand, wanted, count)
+                )
                 so_far += more
+
+    @property
+    def _is_full(self) -> bool:
+        """Rule 8."""
+        return len(self.orders) >= self._rules.starts_at_once
 
     def _begin(
         self,
@@ -182,7 +193,7 @@ class Tries:
             instances: How many of these starts there are to be.
         """
         model = self._facts.models.get(start.model)
-        if model is None or len(self.orders) >= self._rules.starts_at_once:  # 8
+        if model is None:
             return 0
         ours = draft.books.by_model.get(model.name, ())
         if any(draft.books.records[one].tentative for one in ours if one not in self._begun):  # 1
