@@ -23,6 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a size twice": ({"trials": (Trial(rows=2, digest=ZEROS),) * 2}, "trials"),
     "falling": ({"trials": tuple(Trial(rows=n, digest=ZEROS) for n in (2, 1))}, "trials"),
     "no digest": ({"trials": (Trial(rows=2, digest="0"),)}, "trials"),
+    "a place without a name": ({"places": (GraphPlace(name="", address=1),)}, "places"),
     "no pool": ({"pool_bytes": 0}, "pool"),
     "less than no pool": ({"pool_bytes": -POOL_BYTES}, "pool"),
     "a pool beyond all addresses": ({"pool_bytes": 1 << 60}, "pool"),

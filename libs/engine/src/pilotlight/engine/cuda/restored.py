@@ -223,8 +223,10 @@ class RestoredGraphs:
         if field is not None:
             recorded = {**self._layout.addresses, "slot": self._layout.slot}
             here = {**places, "slot": slot}
+            # A name that nobody knows would be whatever the manifest says.
             raise GraphsRefused(
-                field, f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded"
+                field if field in here else "places",
+                f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded",
             )
 
     def _reserve(self, steps: DecodeSteps) -> None:
