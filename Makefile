@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens fuzz-bodies
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -84,6 +84,10 @@ bundle:  ## the offline installation archive in dist/: PYTHON=3.11 or 3.12; WITH
 fuzz-archives:  ## a million broken archives of graphs and kernel images for the parser, with sanitizers, as JSON: MUTATIONS=, SEED=
 	@tools/bootstrap.sh dev
 	@$(PY) tests/support/archive_fuzz.py $(if $(MUTATIONS),--mutations $(MUTATIONS)) $(if $(SEED),--seed $(SEED))
+
+fuzz-manifests:  ## a million broken manifests of artifacts for worker and engine: MUTATIONS=
+	@tools/bootstrap.sh dev
+	@PILOTLIGHT_FUZZ_MUTATIONS=$(or $(MUTATIONS),1000000) $(PYTEST) services/worker/tests/test_worker_artifacts.py services/worker/tests/test_worker_graphs.py -k no_mutation -o faulthandler_timeout=3600
 
 check:  ## lint, format, types, layers, generated pages
 	@tools/bootstrap.sh dev

@@ -28,6 +28,7 @@ extern "C" {
 int pilotlight_archive_open(CUcontext, const char *, std::uint64_t, std::uint64_t, Archive **, std::uint64_t *);
 std::uint64_t pilotlight_archive_tag(Archive *, std::uint32_t);
 int pilotlight_archive_build(Archive *, std::uint32_t, CUstream);
+int pilotlight_archive_check_addresses(Archive *, const std::uint64_t *, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t *);
 int pilotlight_archive_launch(Archive *, std::uint32_t, CUstream);
 void pilotlight_archive_close(Archive *);
 }
@@ -240,6 +241,13 @@ int main(int count, char **arguments) {
         bytes = exact.get();
         kernels = reinterpret_cast<const KernelEntry *>(bytes + header.kernels);
         num_kernels = header.num_kernels;
+        // The words of parameters are anything: half of the arena is known.
+        std::uint64_t half = header.arena_address + header.arena_bytes / 2, known[] = {header.arena_address, half}, elsewhere = 0;
+        pilotlight_archive_check_addresses(archive, known, 1, known[0], half + header.arena_bytes / 4, &elsewhere);
+        if (driver_calls) {
+            std::fprintf(stderr, "mutation %llu: its addresses had reached the driver\n", static_cast<unsigned long long>(number));
+            return 1;
+        }
         for (std::uint32_t graph = 0; graph < num_graphs; graph++) {
             pilotlight_archive_tag(archive, graph);
             if (!pilotlight_archive_build(archive, graph, nullptr)) pilotlight_archive_launch(archive, graph, nullptr);

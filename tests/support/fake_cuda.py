@@ -1,5 +1,5 @@
-"""Compiles the fake libcuda that lies beside this file, in two parts, and talks to it: for tests on machines
-without a GPU.
+"""Compiles the fake libcuda that lies beside this file, in two parts, and talks to it: for tests
+on machines without a GPU.
 """
 
 import ctypes

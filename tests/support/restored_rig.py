@@ -159,7 +159,7 @@ class RestoredRig:
         )
         memory = SimpleNamespace(
             slot_number=self.slot,
-            arena=SimpleNamespace(device=torch.device("cpu")),
+            arena=SimpleNamespace(device=torch.device("cpu"), pool_bytes=4 * POOL_BYTES),
             graph_pool_bytes=lambda num_bytes: self.steps.pool[:num_bytes],
         )
         scratch = cast("Scratch", SimpleNamespace(graphs=self.pool))

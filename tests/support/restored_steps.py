@@ -1,9 +1,9 @@
 """Decode steps of a small model on a device, in a process of their own: recorded by one process,
 restored by another.
 
-``python restored_steps.py record FOLDER``, ``restore FOLDER WAY`` or ``walk FOLDER KIND`` prints one
-line of JSON. ``walk`` is for diagnosis: it runs every graph node by node and waits for each, then
-as a graph, and says which one gives what.
+``python restored_steps.py record FOLDER``, ``restore FOLDER WAY`` or ``walk FOLDER KIND`` prints
+one line of JSON. ``walk`` is for diagnosis: it runs every graph node by node and waits for each,
+then as a graph, and says which one gives what.
 """
 
 import json

@@ -118,7 +118,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "slot": (lambda rig: setattr(rig, "slot", 4), "slot"),
     "a place": (elsewhere("metadata"), "metadata"),
     "the logits": (elsewhere("logits"), "logits"),
-    "a place that is not here": (elsewhere("prompt"), "prompt"),
+    "a place that is not here": (elsewhere("prompt"), "places"),
     "no trials": (lambda rig: setattr(rig.steps, "has_trials", False), "steps"),
     "a smaller pool": (lambda rig: setattr(rig.pool, "mapped_bytes", POOL_BYTES - 1), "pool"),
     "bytes": (unreadable, "graphs_digest"),

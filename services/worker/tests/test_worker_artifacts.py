@@ -2,7 +2,6 @@
 wrong; whatever their bytes are.
 """
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from artifact_listing import HERE, Listing, an_artifact, restores, signed
+from manifest_fuzz import MUTATIONS, mutated
 
 from pilotlight.common.errors import RestoreFailed
 from pilotlight.common.messages.artifacts import (
@@ -35,39 +35,10 @@ from pilotlight.worker.artifacts import Found, Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
-MUTATIONS = int(os.environ.get("PILOTLIGHT_FUZZ_MUTATIONS", "5000"))
-"""More of them: ``PILOTLIGHT_FUZZ_MUTATIONS=1000000 pytest`` on this file."""
-
 
 def with_driver(artifact: Artifact, driver: str = "other") -> Artifact:
     changed = replace(artifact.fingerprint.environment, driver=driver)
     return replace(artifact, fingerprint=replace(artifact.fingerprint, environment=changed))
-
-
-def mutations(data: bytes, rng: random.Random) -> bytes:
-    """The same bytes with something changed, cut, doubled or put in."""
-    made = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(made) + 1)
-        match rng.randrange(5):
-            case 0:
-                made[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                del made[at : at + rng.randint(1, 40)]
-            case 2:
-                made[at:at] = made[at : at + rng.randint(1, 40)]
-            case 3:
-                made[at:at] = rng.choice(TOKENS)
-            case _:
-                made[at : at + 1] = rng.choice(TOKENS)
-        if not made:
-            return b""
-    return bytes(made)
-
-
-TOKENS = (
-    b"null", b"-1", b"1e999", b"{}", b"[]", b'""', b"[" * 200, b"9" * 400, b"\xff\xfe", b"true",
-)  # fmt: skip
 
 
 def test_no_mutation_of_a_manifest_does_more_than_be_refused(model: Model) -> None:
@@ -79,7 +50,7 @@ def test_no_mutation_of_a_manifest_does_more_than_be_refused(model: Model) -> No
         parts=(0,), parameter_bytes=1 << 18, kv_bytes_per_token=128, kv_capacity_tokens=4096
     )
     for _ in range(MUTATIONS):
-        changed = mutations(data, rng)
+        changed = mutated(data, rng)
         info = signed(good.fingerprint.digest, changed)
         try:
             found = checked(info, changed, good.fingerprint, CLUSTER_KEY.encode())

@@ -4,18 +4,21 @@ child; refused by name otherwise.
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from artifact_listing import HERE, Listing, an_artifact, restores
 from blake3 import blake3
+from manifest_fuzz import MUTATIONS, mutated
 from restored_rig import DEADLINE_S, RestoredRig
 
+from pilotlight.common.errors import RestoreFailed
 from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.engine import LoadStage
@@ -23,7 +26,7 @@ from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
-from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
+from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs, RestoreNews
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, GraphPlace, Trial
@@ -252,6 +255,23 @@ def test_a_child_plans_graphs_only_where_there_are_some(model: Model) -> None:
     assert plans.plan_of(a_load(model, artifact=plain, graphs="/x")) is None
     assert plans.plan_of(a_load(model, artifact=good)) is None
     assert isinstance(plans.plan_of(a_load(model, artifact=good, graphs="/x")), RestoredGraphs)
+
+
+def test_no_mutation_of_a_manifest_plans_what_it_does_not_say(model: Model) -> None:
+    """Nothing is read and nothing is asked of a device before a stage has its memory."""
+    data, rng, planned, refused = encode_json(with_graphs(model)), random.Random(20), 0, 0
+    for _ in range(MUTATIONS):
+        plans = GraphPlans()
+        changed = mutated(data, rng)
+        try:
+            plan = plans.plan_of(a_load(model, artifact=changed, graphs="/nonexistent"))
+        except RestoreFailed:
+            refused += 1
+            continue
+        planned += plan is not None
+        assert plan is None or cast("RestoredGraphs", plan).news == RestoreNews()
+    assert planned + refused > 0.9 * MUTATIONS
+    assert min(planned, refused) > MUTATIONS / 100, "both ways are tried"
 
 
 def test_a_child_tells_what_becomes_of_graphs_when_it_changes(

@@ -11,6 +11,7 @@ a step waits for goes first. Before a graph's first use its trial must give what
                                          └─ the driver refuses, or a trial differs: ``RestoreFailed``, the process ends
 """
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ WAIT_S = 2.0
 """A step waits no longer for its graph: then it runs eagerly, and the next one asks again."""
 CLOSE_S = 10.0
 """For the graph that is being made when the stage goes."""
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""Of a trial's logits."""
 POISON = 0xFF
 """No number in any dtype, and no address."""
 SEGMENT_BYTES, LEAST_BYTES = 2 << 20, 20 << 20
@@ -156,7 +159,11 @@ class RestoredGraphs:
             RestoreFailed: the driver refused a graph, or this one does not give what was recorded.
         """
         assert self._fallback is not None
-        wanted = self._steps is not None and kind == self._steps.kind_of(kind.rows)
+        wanted = (
+            kind.rows in self._recorded
+            and self._steps is not None
+            and kind == self._steps.kind_of(kind.rows)
+        )
         run = self._settle(kind.rows) if wanted else Run.EAGER
         if run is Run.EAGER:
             return self._fallback.supply(kind, step, output)
@@ -201,14 +208,25 @@ class RestoredGraphs:
         assert self._memory is not None
         if not steps.has_trials:
             raise GraphsRefused("steps", "the stage has no steps that graphs are restored for")
+        rows = [trial.rows for trial in self._layout.trials]
+        digests = all(DIGEST.fullmatch(trial.digest) for trial in self._layout.trials)
+        if not rows or rows != sorted({*rows} & {*SIZES}) or not digests:
+            raise GraphsRefused("trials", f"trials of {rows} rows are none that could be recorded")
+        most_bytes = self._memory.arena.pool_bytes
+        if not 0 < self._layout.pool_bytes <= most_bytes:
+            raise GraphsRefused(
+                "pool", f"a graph pool has 1 to {most_bytes} bytes, not {self._layout.pool_bytes}"
+            )
         places = places_of(steps)
         slot = self._memory.slot_number
         field = self._layout.differs(slot, places)
         if field is not None:
             recorded = {**self._layout.addresses, "slot": self._layout.slot}
             here = {**places, "slot": slot}
+            # A name that nobody knows would be whatever the manifest says.
             raise GraphsRefused(
-                field, f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded"
+                field if field in here else "places",
+                f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded",
             )
 
     def _reserve(self, steps: DecodeSteps) -> None:
