@@ -199,3 +199,17 @@ def test_pools_are_made_of_whole_chunks(device, arena):
     ):
         with pytest.raises(NativeError, match="whole chunks"):
             Pool(device, arena, start, stop, chunk)
+
+
+def test_memory_that_a_pool_had_from_elsewhere_goes_with_its_last_segment(device, arena):
+    """Places where it was before may be mapped still: the arena's thread comes to them later."""
+    arena.keep(64 * GRANULE)
+    pool = Pool(device, arena, 32 * GRANULE, 32 * GRANULE + CHUNK, CHUNK)
+    for _ in range(200):
+        arena.back(0, CHUNK, CHUNK)
+        arena.unback((0, CHUNK))
+        with pool.selected():
+            segment = malloc(MIB)
+        free(segment)
+        assert (arena.physical_bytes, arena.idle_bytes) == (0, 0)
+    pool.close()

@@ -261,6 +261,7 @@ int Arena::detach(std::uint64_t start, std::uint64_t stop) {
     for (auto chunk = chunks_.lower_bound(start); chunk != chunks_.end() && chunk->second.stop <= stop;) {
         const Chunk detached = (chunk++)->second;
         if (int failed = unmap(detached.start, detached.stop)) return failed;
+        drop(detached.memory);
     }
     return OK;
 }

@@ -149,12 +149,14 @@ class Arena {
     bool keepable(const Physical &memory) const;
     void lay_by(const Memory &memory);
     void lay_by_or_drop(const Memory &memory);
+    void drop(const Memory &memory);
     void retire(const Chunk &chunk);
     bool resume(std::uint64_t at, std::uint64_t stop);
     Memory reuse(std::uint64_t at_least, std::uint64_t at_most);
     std::uint64_t next_stale(std::uint64_t at, std::uint64_t stop) const;
     int clear(std::uint64_t start, std::uint64_t stop, bool resumable_too);
     int unmap_stale(Chunks::iterator stale);
+    int unmap_stale_of(const Memory &memory);
     int release_shortest();
     int shed(std::uint64_t idle_bytes);
     bool has_chores() const;

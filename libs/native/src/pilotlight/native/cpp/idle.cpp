@@ -72,7 +72,17 @@ void Arena::lay_by(const Memory &memory) {
 
 // Memory that is mapped nowhere; what is not kept goes back to the driver with its last reference.
 void Arena::lay_by_or_drop(const Memory &memory) {
-    if (!memory->places && keepable(*memory)) lay_by(memory);
+    if (!memory->places && keepable(*memory)) {
+        lay_by(memory);
+    } else {
+        drop(memory);
+    }
+}
+
+// Stale places would keep memory that nothing uses until the thread comes to them, and it is neither idle nor in use. A place that the
+// driver refuses to unmap is left to the thread.
+void Arena::drop(const Memory &memory) {
+    if (!memory->places) unmap_stale_of(memory);
 }
 
 // A chunk in use becomes a stale one, and its memory idle: no call of the driver.
@@ -147,15 +157,20 @@ int Arena::unmap_stale(Chunks::iterator stale) {
     return OK;
 }
 
-// Short ones first: they are of the least use to others.
-int Arena::release_shortest() {
-    const Memory memory = idle_.begin()->second;
+int Arena::unmap_stale_of(const Memory &memory) {
     for (auto stale = stale_.begin(); memory->stale_places; ) {
         const auto next = std::next(stale);
         if (stale->second.memory == memory)
             if (int failed = unmap_stale(stale)) return failed;
         stale = next;
     }
+    return OK;
+}
+
+// Short ones first: they are of the least use to others.
+int Arena::release_shortest() {
+    const Memory memory = idle_.begin()->second;
+    if (int failed = unmap_stale_of(memory)) return failed;
     idle_.erase(idle_.begin());
     return OK;
 }
