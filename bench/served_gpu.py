@@ -12,8 +12,8 @@ names those of this run; each writes ``OUT/PART.json``, after every row, and one
 is not run again. At the end, what is in ``OUT`` is joined into one table on stderr, and one
 document with ratios on stdout and in ``OUT/served_gpu.json``, in the form of ``bench/results``.
 ``--parts none`` only joins. ``--rows`` names those of a short run, by a part of their names
-(``azure``, ``concurrent``, ``64 concurrent``, ``16/s``); ours is started cold once then, and what is
-asked is the same. For each part:
+(``azure``, ``concurrent``, ``16/s``); ours is started cold once then, and what is asked is the
+same. For each part:
 
 * the cold start, to the first token. vLLM's is from its process's start, with empty compile caches;
   its Python files were read before. Ours is from the request, with the system up and the model
