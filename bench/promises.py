@@ -2,8 +2,8 @@
 bench-promises``.
 
 The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with its lookahead, under
-what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draws of
-its own runs and five others, and short prompts at a number of clients. Steps take what they took on
+what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draw of
+its own runs and four others, and short prompts at a number of clients. Steps take what they took on
 an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared are steps that keep
 promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them:
 up to 8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at
@@ -32,7 +32,7 @@ from pilotlight.policy.request import Promise
 
 RATES = {"4B": (8.0, 16.0, 32.0), "8B": (6.0, 12.0, 24.0)}
 WINDOW_S = 10.0
-DRAWS, OTHERS_APART = range(6), 1000
+DRAWS, OTHERS_APART = range(5), 1000
 BEFORE = 5 + 2 * len(TURNS)
 """Draws of ``bench/served_gpu.py`` before its first conversations that count."""
 SLO = Promise(first_token_in_s=load.TTFT_MS / 1000, token_s=load.TPOT_MS / 1000)

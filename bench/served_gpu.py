@@ -12,8 +12,8 @@ names those of this run; each writes ``OUT/PART.json``, after every row, and one
 is not run again. At the end, what is in ``OUT`` is joined into one table on stderr, and one
 document with ratios on stdout and in ``OUT/served_gpu.json``, in the form of ``bench/results``.
 ``--parts none`` only joins. ``--rows`` names those of a short run, by a part of their names
-(``azure``, ``concurrent``, ``64 concurrent``, ``16/s``); ours is started cold once then, and what is
-asked is the same. For each part:
+(``azure``, ``concurrent``, ``16/s``); ours is started cold once then, and what is asked is the
+same. For each part:
 
 * the cold start, to the first token. vLLM's is from its process's start, with empty compile caches;
   its Python files were read before. Ours is from the request, with the system up and the model
@@ -214,7 +214,8 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
     """Every row for a server that is up."""
     part.write(cold=up.cold, about=up.about)
     for row in rows(sizes, prompts):
-        if row.name and not wanted(row.name, part.document["only"]):
+        only = part.document["only"]
+        if row.name and only and not any(word in row.name.lower() for word in only):
             continue
         name = row.name or f"warming up, {len(row.load.prompts)} requests"
         if not part.has(row.predicted_s):
@@ -251,11 +252,6 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
             + (f"; WRONG {wrong[:3]}" if wrong else "")
         )
     part.write(complete=True)
-
-
-def wanted(row: str, only: Sequence[str]) -> bool:
-    """A row is one of those that a run is for; all are, where none is named."""
-    return not only or any(word in row.lower() for word in only)
 
 
 @contextlib.contextmanager
@@ -365,9 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=int,
         help="gateway processes; by default as many as `pilotlight up` starts",
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, one rate, few requests: a first look"
-    )
+    quick = "one round, one rate, few requests: a first look"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument(
         "--profile",
         action="store_true",
