@@ -253,7 +253,7 @@ def test_the_cheapest_place_is_the_cheapest_of_all(seed: int) -> None:
     spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
     ranked = turns._ranked(places, spare)
     for model in cluster.rng.choices(list(cluster.models.values()), k=8):
-        need = turns._Need(model)
+        need = Need(model)
         found = [
             (
                 len(chosen),
