@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cold_start import machine
-from control_live import measurements
+from control_live import NOT_RECORDED, measurements
 from control_system import LiveSize
 
 from pilotlight.common.clock import SystemClock
@@ -42,7 +42,6 @@ from pilotlight.scheduler.settings import SchedulerSettings
 
 Change = Callable[[LargeCluster, int], Focus | None]
 PARTS = ("live", "ticks")
-NOT_RECORDED = "not recorded"
 REFUSED = 100
 LONG_S = 100.0
 """Older than the patience of any model."""
@@ -269,14 +268,14 @@ def main() -> None:
     print(_document(size, found))
 
 
-def _document(size: Size, found: list[dict[str, Any]]) -> str:
-    document = {"benchmark": "control", "size": asdict(size), "measurements": found}
+def _document(size: Size, found: list[dict[str, Any]], name: str = "control") -> str:
+    document = {"benchmark": name, "size": asdict(size), "measurements": found}
     return json.dumps(document, indent=1)
 
 
 def _write(file: Path | None, size: Size, found: list[dict[str, Any]]) -> None:
     if file is not None:
-        file.write_text(_document(size, found))
+        file.write_text(_document(size, found, file.stem))
 
 
 def _ticks(asked: argparse.Namespace, size: Size, said: dict[str, str]) -> list[dict[str, Any]]:

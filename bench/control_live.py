@@ -39,6 +39,7 @@ from pilotlight.policy.instance import SERVING
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import Demand
 
+NOT_RECORDED = "not recorded"
 FAILOVER_LIMIT_S = 60.0
 REPEATED_PER_S = 400
 """Holds are repeated for safety: up to 32 workers and 32 nodes, four times a second."""
@@ -314,7 +315,13 @@ def measurements(size: LiveSize, said: dict[str, str]) -> list[dict[str, Any]]:
         Path(folder).chmod(0o711)
         found = asyncio.run(measure(Path(folder), size))
     return [
-        {"what": f"live, {name}", **said, "unit": unit, "figures": found[key]}
+        {
+            "what": f"live, {name}",
+            **said,
+            "unit": unit,
+            "figures": found[key],
+            "samples": NOT_RECORDED,
+        }
         for key, name, unit in (
             ("rest", "nothing is asked for", "cores, messages/s"),
             ("load", f"{size.starts_per_s:g} starts/s", "cores, messages/s"),

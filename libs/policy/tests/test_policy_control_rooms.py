@@ -21,6 +21,7 @@ from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.parallelism import choose_scheme
+from pilotlight.policy.places import Need, Place, Rooms
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import Demand
 from pilotlight.policy.testing import held, instance
@@ -253,7 +254,7 @@ def test_the_cheapest_place_is_the_cheapest_of_all(seed: int) -> None:
     spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
     ranked = turns._ranked(places, spare)
     for model in cluster.rng.choices(list(cluster.models.values()), k=8):
-        need = turns._Need(model)
+        need = Need(model)
         found = [
             (
                 len(chosen),
@@ -279,3 +280,34 @@ def test_the_cheapest_place_is_the_cheapest_of_all(seed: int) -> None:
             for other in places:
                 other.give(victim)
         place.claim(need.device_bytes(place))
+
+
+@pytest.mark.slow
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_the_roomiest_place_is_the_roomiest_of_all(seed: int) -> None:
+    cluster = crowded(seed)
+    draft = heard(cluster)
+    snapshot = draft.slice(cluster.models, cluster.workers)
+    places = turns._places(snapshot, dict(cluster.models), TurnRules())
+    rooms = Rooms(places)
+
+    def best(need: Need, *, coming: bool) -> Place | None:
+        spare = [
+            (one.room_bytes + coming * one.coming_bytes - need.device_bytes(one), one)
+            for one in places
+            if need.is_met_by(one)
+        ]
+        fitting = [(size, one.worker.worker_id, one) for size, one in spare if size >= 0]
+        return max(fitting, key=lambda one: one[:2])[2] if fitting else None
+
+    for model in cluster.rng.choices(list(cluster.models.values()), k=12):
+        need = Need(model)
+        free = rooms.free(need)
+        assert free is best(need, coming=False)
+        place = free
+        if free is None:
+            place = rooms.coming(need)
+            assert place is best(need, coming=True)
+        if place is not None:
+            rooms.claim(place, need)

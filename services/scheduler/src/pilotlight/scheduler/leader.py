@@ -12,7 +12,7 @@ from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import Group, every, woken
+from pilotlight.common.waiting import Group, every, pause, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
@@ -47,6 +47,8 @@ log = structlog.get_logger()
 
 TICK_S = 0.25
 SETTLE_S = 0.5
+TOLD_AT_ONCE = 64
+"""Holds that are published before other tasks have their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,12 +322,16 @@ class Term:
     async def _command(
         self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
     ) -> None:
-        """After the rows: holds say what was decided."""
+        """After the rows: holds say what was decided. A term's first turn tells everybody, which
+        must not keep the lease from being renewed.
+        """
         for holds in (plan.tell, plan.repeat):
-            for node_told in holds.nodes:
+            for number, node_told in enumerate(holds.nodes):
                 await self._teller.tell_node(node_told, nodes)
-            for worker_told in holds.workers:
+                await _others_too(number)
+            for number, worker_told in enumerate(holds.workers):
                 await self._teller.tell_worker(worker_told, nodes, workers)
+                await _others_too(number)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
 
@@ -370,3 +376,9 @@ class Term:
         """See ``Effects``."""
         # Not of the term: what its last act leaves reserved is given back all the same.
         self._background.spawn("release a grant", self._room.release(grant_id))
+
+
+async def _others_too(number: int) -> None:
+    """Let other tasks run once in a while, in the midst of much to tell."""
+    if number % TOLD_AT_ONCE == TOLD_AT_ONCE - 1:
+        await pause(0.0)

@@ -75,6 +75,7 @@ def servers_for(
     timings, usual = facts.timings, facts.usual
     peers = _peers(model, facts)
     computed: dict[tuple[DeviceKind, float], tuple[float, float]] = {}
+    offered: dict[NodeId, tuple[frozenset[int], tuple[Offer, ...]]] = {}
     servers: list[Server] = []
     for candidate in candidates:
         worker, node = candidate.worker, candidate.node
@@ -91,6 +92,10 @@ def servers_for(
                 timings.decode_s(model, device.kind, reads, usual.batch, usual.context_tokens),
             )
         prefill_s, decode_s = computed[device.kind, reads]
+        if node_id not in offered:
+            present = _parts(_copies(node, model.digest, Tier.HOST))
+            offered[node_id] = present, _offers(model, node, peers, facts)
+        present, offers = offered[node_id]
         servers.append(
             Server(
                 worker_id=worker.worker_id,
@@ -103,8 +108,8 @@ def servers_for(
                 init_s=timings.init_s(model.name, device.kind),
                 prefill_s=prefill_s,
                 decode_s=decode_s,
-                present=_parts(_copies(node, model.digest, Tier.HOST)),
-                offers=_offers(model, node, peers, facts),
+                present=present,
+                offers=offers,
             )
         )
     return tuple(servers)

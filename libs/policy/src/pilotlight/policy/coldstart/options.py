@@ -142,20 +142,26 @@ def _options(
         size = sum(model.spec.part_bytes[part] for part in missing)
         offers: list[Offer | None] = [one for one in server.offers if one.has(missing)]
         for offer in offers if size > 0 else [None]:
+            at = server.offers.index(offer) if offer is not None else -1
+            likeness = at, of_workers[server.worker_id], on_nodes[server.node_id]
+            keys = {full: (server.node_id, full, *likeness[:2]) for full, _ in fitting}
+            news = [one for one in fitting if not _is_behind(server, best.get(keys[one[0]]))]
+            if not news:  # 3
+                continue
             newcomer = _newcomer(offer, size)
             if request.books.refusal((newcomer,), request.now_s) is not None:  # 2
                 continue
-            for full, room in fitting:
+            for full, room in news:
                 assigned = Assigned(server=server, stage=stage, full=full, offer=offer)
                 cost = stage_cost_on(request, assigned, 0, 0.0, rules)
                 limit = newcomer.limit_bytes_per_s
-                at = server.offers.index(offer) if offer is not None else -1
-                alike = (full, at, of_workers[server.worker_id], on_nodes[server.node_id])
-                option = Option(assigned, room, size, limit, cost, alike)
-                key = (server.node_id, *alike[:3])
-                if key not in best or option.rank[1] < best[key].rank[1]:  # 3
-                    best[key] = option
+                best[keys[full]] = Option(assigned, room, size, limit, cost, (full, *likeness))
     return list(best.values())
+
+
+def _is_behind(server: Server, known: Option | None) -> bool:
+    """Whether another worker, of which predictions see the same, comes first."""
+    return known is not None and known.assigned.server.worker_id <= server.worker_id
 
 
 def _looks(
@@ -177,6 +183,7 @@ def _looks(
         private = nodes_on[link] is not None and not books.on.get(link)
         return books.capacities.get(link, math.inf) if private else link
 
+    offered: dict[int, tuple[object, ...]] = {}
     of_workers: dict[WorkerId, tuple[object, ...]] = {}
     on_nodes: dict[NodeId, list[tuple[object, ...]]] = defaultdict(list)
     rooms: dict[int, tuple[int, ...]] = {}
@@ -185,13 +192,16 @@ def _looks(
         if granule not in rooms:
             held = (model.spec.whole, *(() if full else stages))
             rooms[granule] = tuple(stage_room(model, one, granule).least_bytes for one in held)
+        # Workers of one node share what it is offered, the same object.
+        if id(server.offers) not in offered:
+            offered[id(server.offers)] = tuple(
+                (one.source, tuple(map(plain, one.links)), one.bytes_per_s, one.parts, one.behind_s)
+                for one in server.offers
+            )
         look = (
             *server.looks,
             tuple(room <= server.free_bytes for room in rooms[granule]),
-            tuple(
-                (one.source, tuple(map(plain, one.links)), one.bytes_per_s, one.parts, one.behind_s)
-                for one in server.offers
-            ),
+            offered[id(server.offers)],
         )
         of_workers[server.worker_id] = look
         on_nodes[server.node_id].append(look)

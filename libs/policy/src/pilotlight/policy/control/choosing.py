@@ -3,12 +3,13 @@
 from collections import defaultdict
 from dataclasses import replace
 
+from pilotlight.policy.coldstart.chosen import ALTERNATIVES
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.control.starts import Chosen
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.parallelism import choose_scheme
+from pilotlight.policy.parallelism import CONSIDERED, choose_scheme
 from pilotlight.policy.plan import Snapshot
 from pilotlight.policy.request import Demand
 
@@ -37,13 +38,16 @@ def choose_among(
     """
     rules = draft.rules
     asked = replace(rules.scheme, evicts=not ahead)
-    workers = for_start(model, draft, rules.scheme.placement, excluded)
+    choice = rules.scheme.choice
+    in_groups = choice is not None and choice.start.max_stages > 1
+    # Of workers that are alike, as many as a choice of single ones tells of.
+    count = CONSIDERED if choice is None or in_groups else ALTERNATIVES + 1
+    workers = for_start(model, draft, rules.scheme.placement, excluded, count)
     ours = tuple(one for one in demand if one.model == model.name)
     fleet, known = draft.rooms.fleet, draft.known_starts
     if not workers and not explained:
         seen = draft.slice((model.name,), demand=ours)
         return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
-    in_groups = rules.scheme.choice is not None and rules.scheme.choice.start.max_stages > 1
     if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:
         workers |= nearest(draft, rules.explained_workers)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))

@@ -34,7 +34,7 @@ class ControlRules:
     turns: TurnRules = field(default_factory=TurnRules)
     consolidate: bool = True
     """Groups become whole instances; else each stays as its start made it."""
-    starts_at_once: int = 4
+    starts_at_once: int = 8
     """Starts that one tick decides at most. Each takes milliseconds: hundreds in one tick would
     outlast the lease, and the next leader would fare no better."""
     max_tries: int = 3

@@ -160,36 +160,40 @@ def _level(size_bytes: int) -> int:
     return (bits << 3) | ((size_bytes >> (bits - 4)) & 7)
 
 
+Entry = tuple[int, WorkerId, int]
+"""What a worker can give, its id, and what is free there without that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shelf:
     """Workers of one shape by a number of bytes."""
 
     ranked: tuple[tuple[int, WorkerId], ...] = ()
     """The least bytes first."""
-    levels: Mapping[int, tuple[WorkerId, ...]] = field(
-        default_factory=dict[int, "tuple[WorkerId, ...]"]
+    levels: Mapping[tuple[int, int], tuple[WorkerId, ...]] = field(
+        default_factory=dict[tuple[int, int], "tuple[WorkerId, ...]"]
     )
-    """By ``_level``, each in the order of ids."""
+    """By the ``_level`` of what they can give and of what is free, each in the order of ids."""
 
-    def moved(
-        self, gone: Sequence[tuple[int, WorkerId]], come: Sequence[tuple[int, WorkerId]]
-    ) -> "Shelf":
+    def moved(self, gone: Sequence[Entry], come: Sequence[Entry]) -> "Shelf":
         """After some workers' bytes have changed."""
         if not gone and not come:
             return self
         if len(gone) + len(come) > len(self.ranked) // 8:
-            return _shelf((set(self.ranked) - set(gone)) | set(come))
+            return self._anew(gone, come)
         ranked, levels = list(self.ranked), dict(self.levels)
-        for size_bytes, worker_id in gone:
+        for size_bytes, worker_id, free_bytes in gone:
             del ranked[bisect.bisect_left(ranked, (size_bytes, worker_id))]
-            ids = levels[_level(size_bytes)]
+            level = _level(size_bytes), _level(free_bytes)
+            ids = levels[level]
             at = bisect.bisect_left(ids, worker_id)
-            levels[_level(size_bytes)] = (*ids[:at], *ids[at + 1 :])
-        for size_bytes, worker_id in come:
+            levels[level] = (*ids[:at], *ids[at + 1 :])
+        for size_bytes, worker_id, free_bytes in come:
             bisect.insort(ranked, (size_bytes, worker_id))
-            ids = levels.get(_level(size_bytes), ())
+            level = _level(size_bytes), _level(free_bytes)
+            ids = levels.get(level, ())
             at = bisect.bisect_left(ids, worker_id)
-            levels[_level(size_bytes)] = (*ids[:at], worker_id, *ids[at:])
+            levels[level] = (*ids[:at], worker_id, *ids[at:])
         return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
 
     def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
@@ -197,17 +201,30 @@ class Shelf:
 
         Those of the lowest may have less.
         """
-        lowest = _level(size_bytes)
-        return (iter(ids) for level, ids in self.levels.items() if level >= lowest)
+        least = _level(size_bytes)
+        return (iter(ids) for (level, _), ids in self.levels.items() if level >= least)
 
+    def makeable(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
+        """The same, without those on which so much is surely free already."""
+        least = _level(size_bytes)
+        return (iter(ids) for (level, free), ids in self.levels.items() if free <= least <= level)
 
-def _shelf(entries: Iterable[tuple[int, WorkerId]]) -> Shelf:
-    """A shelf made anew."""
-    ranked = tuple(sorted(entries))
-    levels = defaultdict[int, list[WorkerId]](list)
-    for size_bytes, worker_id in sorted(ranked, key=lambda one: one[1]):
-        levels[_level(size_bytes)].append(worker_id)
-    return Shelf(ranked, {key: tuple(ids) for key, ids in levels.items()})
+    def _anew(self, gone: Iterable[Entry], come: Iterable[Entry]) -> "Shelf":
+        """Where many change, a shelf is made anew."""
+        left = {worker_id: size_bytes for size_bytes, worker_id in self.ranked}
+        for _, worker_id, _ in gone:
+            del left[worker_id]
+        ranked = [(size_bytes, worker_id) for worker_id, size_bytes in left.items()]
+        levels = defaultdict[tuple[int, int], list[WorkerId]](list)
+        for level, ids in self.levels.items():
+            levels[level].extend(one for one in ids if one in left)
+        for size_bytes, worker_id, free_bytes in come:
+            ranked.append((size_bytes, worker_id))
+            levels[_level(size_bytes), _level(free_bytes)].append(worker_id)
+        return Shelf(
+            tuple(sorted(ranked)),
+            {level: tuple(sorted(ids)) for level, ids in levels.items() if ids},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +287,20 @@ class Rooms:
             )
             shelves = Shelves(
                 free=known.free.moved(
-                    [(old.free_bytes, one) for old, one in left],
-                    [(new.free_bytes, one) for new, one in joined],
+                    [(old.free_bytes, one, old.free_bytes) for old, one in left],
+                    [(new.free_bytes, one, new.free_bytes) for new, one in joined],
                 ),
                 evictable=known.evictable.moved(
-                    [(old.at_best_bytes, one) for old, one in left if old.is_evictable],
-                    [(new.at_best_bytes, one) for new, one in joined if new.is_evictable],
+                    [
+                        (old.at_best_bytes, one, old.free_bytes)
+                        for old, one in left
+                        if old.is_evictable
+                    ],
+                    [
+                        (new.at_best_bytes, one, new.free_bytes)
+                        for new, one in joined
+                        if new.is_evictable
+                    ],
                 ),
             )
             if shelves.free.ranked:
@@ -334,7 +359,7 @@ class Rooms:
         made = heapq.merge(
             *(
                 islice(filter(can_be_made, ids), count)
-                for ids in shelves.evictable.at_least(least_bytes)
+                for ids in shelves.evictable.makeable(least_bytes)
             )
         )
         return (*islice(free, count), *islice(made, count))
