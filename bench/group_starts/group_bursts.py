@@ -82,7 +82,9 @@ async def measure_bursts(
     async with running(folder, site, log) as cluster:
         for size in sizes:
             name = f"burst-{size}"
-            await cluster.register(name, LAYERS, HARSH, hidden_size=HIDDEN_SIZE)
+            await cluster.register(
+                name, LAYERS, HARSH, hidden_size=HIDDEN_SIZE, max_instances=len(site.nodes)
+            )
             found[size] = await _burst(cluster, name, size)
             await cluster.unregister(name)
             print(f"  {size} requests: {figures_of(found[size])['medians']}", file=sys.stderr)
