@@ -46,7 +46,7 @@ BURST_RATE = "50mbit"
 """So that sixteen of them together are no more than four of the others."""
 NODES, BURST_NODES = 4, 16
 STAGES = (1, 2, 4)
-BURSTS = (16, 32, 64, 128)
+BURSTS = (16, 128)
 PARTS = ("stages", "ladder", "bursts")
 COMMAND_S = 30.0
 

@@ -24,9 +24,9 @@ log = structlog.get_logger()
 CONNECT_TIMEOUT_S = 10.0
 """For each channel. The neighbours hear of each other within a report and a command."""
 REJOIN_AFTER_S = 1.0
-"""After a pipeline broke, its stages wait so long before they look for the same neighbours again: if
-one of them is lost, another is told of sooner than that, and looking for one that is gone takes as
-long as a channel may take."""
+"""After a pipeline broke, its stages wait so long before they look for the same neighbours again.
+If one of them is lost, another is told of sooner than that, and looking for one that is gone takes
+as long as a channel may take."""
 
 
 class Groups:
