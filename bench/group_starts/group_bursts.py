@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 from cluster import Cluster, Site, Unanswered, running
-from group_starts import HARSH
+from group_starts import HARSH, HIDDEN_SIZE
 from netns import Host
 from usage import Busy
 
@@ -68,7 +68,6 @@ async def measure_bursts(
         worker_kind="sim",
         environment={
             "PILOTLIGHT_INSTANCE_REQUESTS": str(BATCH),
-            "PILOTLIGHT_MAX_REQUESTS": str(BATCH),
             "PILOTLIGHT_POOL_BYTES": str(128 * MIB),
             "PILOTLIGHT_DEVICE_BYTES": str(256 * MIB),
             "PILOTLIGHT_SIM_LOAD_BYTES_PER_S": str(LOAD_BYTES_PER_S),
@@ -77,12 +76,15 @@ async def measure_bursts(
             "PILOTLIGHT_STALL_TIMEOUT_S": "60",
             **settings,
         },
+        of_nodes={"PILOTLIGHT_MAX_REQUESTS": str(BATCH)},
     )
     found: dict[int, Burst] = {}
     async with running(folder, site, log) as cluster:
         for size in sizes:
             name = f"burst-{size}"
-            await cluster.register(name, LAYERS, HARSH)
+            await cluster.register(
+                name, LAYERS, HARSH, hidden_size=HIDDEN_SIZE, max_instances=len(site.nodes)
+            )
             found[size] = await _burst(cluster, name, size)
             await cluster.unregister(name)
             print(f"  {size} requests: {figures_of(found[size])['medians']}", file=sys.stderr)

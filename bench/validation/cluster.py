@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 from children import Child
-from model_store import BUCKET, CREDENTIALS
+from model_store import BUCKET, CREDENTIALS, HIDDEN_SIZE
 from netns import Host
 
 from pilotlight.cli.embedded import NatsServer, PostgresServer
@@ -57,6 +57,8 @@ class Site:
     worker_kind: str
     environment: Mapping[str, str]
     """Of every process, beside what it is given anyway."""
+    of_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of loaders and workers alone: a gateway's settings may have the same names."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,13 @@ class Cluster:
     clock: SystemClock = field(default_factory=SystemClock)
 
     async def register(
-        self, name: str, layers: int, slo: Mapping[str, float], **more: float
+        self,
+        name: str,
+        layers: int,
+        slo: Mapping[str, float],
+        *,
+        hidden_size: int = HIDDEN_SIZE,
+        **more: float,
     ) -> int:
         """Put a model into the store and tell the system of it; its bytes.
 
@@ -77,9 +85,10 @@ class Cluster:
             name: The model's.
             layers: How large it is.
             slo: In milliseconds.
+            hidden_size: How wide it is.
             more: Of what the system is told of it.
         """
-        self.store.tell("put", name=name, layers=layers)
+        self.store.tell("put", name=name, layers=layers, hidden_size=hidden_size)
         size_bytes = (await asyncio.to_thread(self.store.heard))["bytes"]
         body = {"name": name, "uri": f"s3://{BUCKET}/{name}", "slo": dict(slo), **more}
         answer = await self.http.post("/admin/v1/models", json=body)
@@ -236,6 +245,7 @@ def _specs(specs: Sequence[ChildSpec], site: Site, nats_url: str) -> list[ChildS
                 (folder / name).mkdir(parents=True, exist_ok=True)
             environment = {
                 **spec.environment,
+                **site.of_nodes,
                 "PILOTLIGHT_NATS_URL": nats_url,
                 "PILOTLIGHT_RUN_DIR": str(folder / "run"),
                 "PILOTLIGHT_STATE_DIR": str(folder / "state"),

@@ -42,22 +42,24 @@ class Store(StandinS3):
     host = "0.0.0.0"
 
 
-def config_of(layers: int) -> dict[str, Any]:
-    """A model whose layers have ``LAYER_BYTES`` each."""
+def config_of(layers: int, hidden_size: int) -> dict[str, Any]:
+    """A model whose layers have ``LAYER_BYTES`` each where it is as wide as ``HIDDEN_SIZE``; they
+    grow with the square of its width.
+    """
     return tiny_config(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=4 * HIDDEN_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
         num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        num_attention_heads=hidden_size // HEAD_DIM,
+        num_key_value_heads=hidden_size // HEAD_DIM,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=1024,
     )
 
 
-def files_of(layers: int) -> dict[str, bytes]:
+def files_of(layers: int, hidden_size: int) -> dict[str, bytes]:
     """A checkpoint; no two pieces of it are the same."""
-    config = config_of(layers)
+    config = config_of(layers, hidden_size)
     header: dict[str, Any] = {}
     total_bytes = 0
     for name, shape in tiny_tensors(config).items():
@@ -87,7 +89,7 @@ async def serve() -> None:
         return {"port": store.port}
 
     async def put(order: dict[str, Any]) -> dict[str, Any]:
-        files = await asyncio.to_thread(files_of, order["layers"])
+        files = await asyncio.to_thread(files_of, order["layers"], order["hidden_size"])
         store.put(BUCKET, order["name"], files)
         # Else it is found anew for each of many reads.
         for file, data in files.items():

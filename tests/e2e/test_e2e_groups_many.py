@@ -89,6 +89,14 @@ def held(system: RunningSystem) -> dict[str, list[str]]:
     return {one["worker_id"]: [stage["instance_id"] for stage in one["held"]] for one in workers}
 
 
+def running_on(system: RunningSystem, model: str) -> dict[str, int]:
+    """Requests in flight on each instance, as its worker says."""
+    with system.admin() as admin:
+        workers = admin.get("/workers").json()["workers"]
+    stages = [stage for one in workers for stage in one["held"] if stage["model"] == model]
+    return {stage["instance_id"]: stage["in_flight"] for stage in stages}
+
+
 def pid_of(system: RunningSystem, module: str) -> int:
     """The process of a service."""
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -128,7 +136,23 @@ def test_every_worker_of_a_group_becomes_an_instance_while_it_answers(
     added_cold(system, "many")
     with ThreadPoolExecutor(BURST) as pool:
         answers = burst(pool, system, "many")
-        eventually(lambda: [one for one in instances(system, "many") if one["targets"] > 1], 60.0)
+        (group,) = eventually(
+            lambda: [one for one in instances(system, "many") if one["targets"] > 1], 60.0
+        )
+        # All came before there was another instance: what runs there has moved.
+        moved = eventually(
+            lambda: (
+                all(one.done() for one in answers)
+                or any(
+                    count
+                    for name, count in running_on(system, "many").items()
+                    if name != group["instance_id"]
+                )
+            ),
+            60.0,
+        )
+        assert moved
+        assert not all(one.done() for one in answers), "requests share what their group became"
         assert [one.result() for one in answers] == texts
         served = eventually(lambda: len(found := whole(system, "many")) == 3 and found, 60.0)
     (lead,) = (one for one in served if one["placements"][0]["grown_from"] is None)

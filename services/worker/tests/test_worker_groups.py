@@ -122,10 +122,48 @@ async def test_what_lost_its_pipeline_while_it_grew_is_not_joined_again(
     await rig.until(lambda: leases.open == 1)
     for generation in (1, 2):
         await rig.until(lambda generation=generation: rig.held().generation == generation)
-        groups.on_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"))
+        groups.on_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"), None)
         groups.follow(rig.worker.stages.held)
         assert not groups._joined
         leases.gate.set()
+
+
+async def test_a_stage_serves_nothing_until_it_is_joined_to_the_worker_that_took_one_over(
+    make_rig: MakeRig,
+) -> None:
+    """Also where its engine has not found yet that the pipeline is broken."""
+    rig = await make_rig()
+    reached = await joined(rig)
+    first, last = reached.members
+    spare = replace(last, worker_id=WorkerId("spare"), port=0)
+    mended = msgspec.structs.replace(
+        reached, generation=Generation(2), members=(first, replace(spare, port=0))
+    )
+    await rig.command(mended)
+    await rig.until(lambda: (now := rig.held()) is not None and now.generation == 2)
+    assert not rig.held().open
+    assert (await rig.submit("req-2")).code == "not_loaded"
+
+
+async def test_the_same_neighbours_are_looked_for_a_moment_later(make_rig: MakeRig) -> None:
+    """Others at once: to look for one that is gone takes long."""
+    rig = await make_rig()
+    reached = await joined(rig)
+    groups, stages = rig.worker._groups, rig.worker.stages
+    left = PipelineLeft(instance_id=INSTANCE, code="peer_lost", message="it is gone")
+    groups.on_left(left, stages.held[INSTANCE])
+    groups.follow(stages.held)
+    assert not groups._joined
+    await rig.until(lambda: bool(groups._joined))
+    groups.on_left(left, stages.held[INSTANCE])
+    first, last = reached.members
+    spare = replace(last, worker_id=WorkerId("spare"))
+    await rig.command(
+        msgspec.structs.replace(reached, generation=Generation(2), members=(first, spare))
+    )
+    await rig.until(lambda: (now := rig.held()) is not None and now.generation == 2)
+    groups.follow(stages.held)
+    assert groups._joined == {INSTANCE}
 
 
 async def test_a_stage_whose_growth_fails_serves_on_and_is_tried_again(

@@ -19,6 +19,8 @@ class InstanceEvent(StrEnum):
     """A worker reports its stage as loading."""
     ALL_STAGES_READY = "all_stages_ready"
     """Every worker of the group reports its stage as ready."""
+    STAGE_LOST = "stage_lost"
+    """A worker of its group is lost, and another one brings its stage."""
     CONSOLIDATION_STARTED = "consolidation_started"
     CONSOLIDATION_DONE = "consolidation_done"
     DRAIN = "drain"
@@ -40,6 +42,8 @@ TRANSITIONS: dict[tuple[InstanceState, InstanceEvent], InstanceState] = {
     (_S.PLANNED, _E.FETCH_STARTED): _S.FETCHING,
     (_S.FETCHING, _E.LOAD_STARTED): _S.LOADING,
     (_S.LOADING, _E.ALL_STAGES_READY): _S.READY,
+    (_S.LOADING, _E.STAGE_LOST): _S.LOADING,
+    (_S.READY, _E.STAGE_LOST): _S.LOADING,
     (_S.READY, _E.CONSOLIDATION_STARTED): _S.CONSOLIDATING,
     (_S.CONSOLIDATING, _E.CONSOLIDATION_DONE): _S.READY,
     (_S.PLANNED, _E.DRAIN): _S.DRAINING,

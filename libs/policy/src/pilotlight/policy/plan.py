@@ -61,7 +61,8 @@ class Placement:
     """Who was before the node in the chain of its model when it joined it, the nearest first
     (``policy.multicast``). Empty: nobody."""
     held: Stage | None = None
-    """While its instance consolidates: the range that the worker has already. None: nothing yet."""
+    """While its instance consolidates, or loads a lost stage again: the range that the worker has
+    already. None: nothing yet."""
     grown_from: InstanceId | None = None
     """The instance in whose group the worker had a stage, which has grown to the whole model: the
     worker has all that it needs (``control.splitting``). None: it was loaded for this instance."""
@@ -115,6 +116,8 @@ class Instance:
     targets: int = 1
     """How many instances its group is to become, itself among them; 1 where it is none, or they
     are."""
+    repairs: int = 0
+    """How often another worker took a lost stage of its group over (``control.repairing``)."""
 
     @property
     def lead(self) -> WorkerId:

@@ -60,6 +60,7 @@ from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 from pilotlight.gateway.serving.requests import RequestParts, Requests
 from pilotlight.gateway.serving.route import Router
+from pilotlight.gateway.serving.spreading import Spreader
 from pilotlight.gateway.serving.start_watch import StartWatch
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.sessions import Sessions
@@ -120,6 +121,7 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
     fleet.on_change(queue.pump)
     fleet.on_source_changed(queue.refuse)
     relay = Relay(bus, clock, background, fleet, gateway_id)
+    Spreader(fleet, relay)
     arrivals = ArrivalPublisher(
         bus, clock, background, gateway_id, context.incarnation, context.metrics
     )

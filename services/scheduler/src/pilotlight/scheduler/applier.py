@@ -15,7 +15,7 @@ from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.reconcile import Change, drain_of, moved, retargeted
 from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.ids import Epoch, InstanceId, ModelName
-from pilotlight.policy.instance import ENDED
+from pilotlight.policy.instance import ENDED, InstanceEvent
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.scaling import Drain
 from pilotlight.policy.targets import Retarget
@@ -176,6 +176,8 @@ class Applier:
         before = record.instance
         after = moved(before, change, self.epoch, now_s)
         become = instances_of(before, change.become, self.epoch, now_s)
+        if InstanceEvent.STAGE_LOST in change.events:
+            decision = _repair(record, after)
         if become:
             decision = _split(record, after, become)
             become = tuple(replace(one, decision_id=decision.decision_id) for one in become)
@@ -209,6 +211,26 @@ class Applier:
         for placement in before.placements:
             if placement.grant_id is not None and placement.worker_id not in staying:
                 self.effects.release(placement.grant_id)
+
+
+def _repair(record: Record, after: Instance) -> Decision:
+    """The decision by which another worker brings a lost stage.
+
+    Args:
+        record: The group, as it was.
+        after: As it is.
+    """
+    before = record.instance
+    return Decision(
+        decision_id=new_decision_id(),
+        kind="repair",
+        model=before.model,
+        instance_id=before.instance_id,
+        epoch=after.epoch,
+        inputs={"instance": to_row_json(before), "models": [to_row_json(record.model)]},
+        outcome={"placements": to_row_json(after.placements), "repairs": after.repairs},
+        reasons=(after.reason,),
+    )
 
 
 def _split(record: Record, after: Instance, become: Sequence[Instance]) -> Decision:

@@ -15,7 +15,7 @@ from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import StageRefused
 from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor, PipelineLeft, StageAddress
 from pilotlight.policy.cluster import HeldState, Member
-from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held
 
@@ -23,6 +23,10 @@ log = structlog.get_logger()
 
 CONNECT_TIMEOUT_S = 10.0
 """For each channel. The neighbours hear of each other within a report and a command."""
+REJOIN_AFTER_S = 1.0
+"""After a pipeline broke, its stages wait so long before they look for the same neighbours again.
+If one of them is lost, another is told of sooner than that, and looking for one that is gone takes
+as long as a channel may take."""
 
 
 class Groups:
@@ -46,6 +50,8 @@ class Groups:
         """Asked for, or done."""
         self._begun: set[InstanceId] = set()
         """The engine knows of these, though parts of them may still come."""
+        self._broken: dict[InstanceId, tuple[float, frozenset[WorkerId]]] = {}
+        """When pipelines broke, and whose they were."""
 
     def on_begun(self, instance_id: InstanceId) -> None:
         """The engine makes room for a stage: it can be joined from now on."""
@@ -57,6 +63,8 @@ class Groups:
         self._begun.intersection_update(held.hold.instance_id for held in stages)
         stages = [held for held in stages if len(held.hold.members) > 1]
         self._joined.intersection_update(held.hold.instance_id for held in stages)
+        there = {held.hold.instance_id for held in stages}
+        self._broken = {one: broke for one, broke in self._broken.items() if one in there}
         if not stages or not self._core.engine.alive or self._secrets_dir is None:
             return
         if not self._asked_door:
@@ -67,7 +75,8 @@ class Groups:
             self._core.background.spawn("open the door of stages", self._open(command))
         for held in stages:
             loads = held.state is HeldState.LOADING and held.hold.instance_id in self._begun
-            if (held.idle or loads) and held.hold.instance_id not in self._joined:
+            waits = self._waits(held)
+            if (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
                 self._join(held)
 
     def on_door(self, port: int) -> None:
@@ -82,10 +91,13 @@ class Groups:
         else:
             self._joined.discard(refused.instance_id)
 
-    def on_left(self, left: PipelineLeft) -> None:
+    def on_left(self, left: PipelineLeft, held: Held | None) -> None:
         """A stage is joined no more. One whose layers were taken over need not be again."""
         if left.code:
             self._joined.discard(left.instance_id)
+            if held is not None:
+                broke_s = self._core.clock.monotonic_s()
+                self._broken[left.instance_id] = broke_s, _workers_of(held)
 
     def on_engine_died(self, instances: frozenset[InstanceId] | None = None) -> None:
         """Channels went with it: those of these instances, or all. The door is the main
@@ -95,6 +107,15 @@ class Groups:
             self.port, self._asked_door = 0, False
         self._joined = set() if instances is None else self._joined - instances
         self._begun = set() if instances is None else self._begun - instances
+
+    def _waits(self, held: Held) -> bool:
+        """Its pipeline has just broken, and it has no other neighbours yet."""
+        broken = self._broken.get(held.hold.instance_id)
+        if broken is None:
+            return False
+        broke_s, workers = broken
+        soon = self._core.clock.monotonic_s() - broke_s < REJOIN_AFTER_S
+        return soon and workers == _workers_of(held)
 
     def _join(self, held: Held) -> None:
         members = held.hold.members
@@ -132,6 +153,10 @@ class Groups:
                 instance_id=command.instance_id,
                 error=error.message,
             )
+
+
+def _workers_of(held: Held) -> frozenset[WorkerId]:
+    return frozenset(member.worker_id for member in held.hold.members)
 
 
 def _is_pipeline(members: Sequence[Member]) -> bool:

@@ -87,6 +87,17 @@ class Held:
         """Another stage of its pipeline has the requests, and may want it for them."""
         return self.joined and self.hold.stage.start > 0
 
+    def renew(self, hold: Hold) -> None:
+        """It is held as before, and more is known of its group.
+
+        Where a worker has come into that, a stage of it was lost: nothing is served before all are
+        joined again, whatever the engine knows of that yet.
+        """
+        before = {member.worker_id for member in self.hold.members}
+        if any(member.worker_id not in before for member in hold.members):
+            self.open = False
+        self.hold = hold
+
     def has_kv(self, kv_capacity_tokens: int) -> None:
         """The engine says for how many tokens its grant has room; nothing new, where more is lent
         already.

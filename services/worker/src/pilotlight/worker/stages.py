@@ -109,7 +109,7 @@ class Stages:
         views = {held.hold.instance_id: held.view for held in self.held}
         todo = plan(views, self.held.gone, self._desired, self._core.device_bytes)
         for hold in todo.renew:
-            self.held[hold.instance_id].hold = hold
+            self.held[hold.instance_id].renew(hold)
         removed = [self._let_go(instance_id) for instance_id in todo.let_go]
         if self._core.engine.alive:
             for hold in todo.start:

@@ -301,7 +301,7 @@ class Worker:
             case StageConnected():
                 self.stages.on_joined(event)
             case PipelineLeft():
-                self._groups.on_left(event)
+                self._groups.on_left(event, self.stages.held.get(event.instance_id))
                 self.stages.on_pipeline_left(event)
             case DoorOpened():
                 self._groups.on_door(event.port)

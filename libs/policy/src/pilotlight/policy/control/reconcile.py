@@ -45,6 +45,8 @@ class Change:
     """Stages that are instances of their own from now on."""
     targets: int | None = None
     """How many instances it is to become; None: as many as before."""
+    lost: tuple[WorkerId, ...] = ()
+    """Of a group that fails: the workers by which it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def reconcile(
     6. a stage that was held is not held any more: the worker was started anew, failed
     7. a live worker has not taken up its stage within the deadline: failed
     8. every stage is ready, and those of a group are joined: ready, with the moves that were missed
-       in between
+       in between. What stages say that had not heard of a repair yet does not count
     9. some stage is held: loading
     10. a group whose lead has the whole model: what comes of the others (``splitting``); they are
         no part of it any more, so that the rules before look at the lead alone
@@ -130,9 +132,11 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     )
     if state is InstanceState.DRAINING:  # 2
         return change(instance.reason, InstanceEvent.RELEASED) if all_free else None
-    failure = _failure(one, parts, now_s, rules)  # 3, 4, 6, 7
-    if failure is not None:
-        return change(failure, InstanceEvent.FAIL)
+    failures = [(part, _failure(one, part, len(parts), now_s, rules)) for part in parts]
+    lost = {part.placement.worker_id: why for part, why in failures if why is not None}
+    if lost:  # 3, 4, 6, 7
+        failed = change(next(iter(lost.values())), InstanceEvent.FAIL)
+        return replace(failed, lost=tuple(lost))
     leaving = next(
         (part.held for part in parts if part.held is not None and part.held.state in _LEAVING), None
     )
@@ -144,7 +148,11 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     if state in SERVING:
         return None
     stages = [part.held for part in parts if part.held is not None]
-    loaded = len(stages) == len(parts) and all(one.state is HeldState.READY for one in stages)
+    loaded = len(stages) == len(parts) and all(
+        one.state is HeldState.READY
+        and (not instance.repairs or one.generation >= instance.generation)
+        for one in stages
+    )
     if loaded and (len(parts) == 1 or stages[0].open):  # 8
         ready = change("every stage is ready", *path(state, InstanceState.READY))
         return replace(ready, loaded=_last_loaded(stages))
@@ -175,26 +183,23 @@ def _last_loaded(stages: Iterable[HeldStage]) -> Moment | None:
 _LEAVING = frozenset({HeldState.EVICTED, HeldState.DRAINING})
 
 
-def _failure(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules) -> str | None:
-    instance = one.instance
-    for part in parts:
-        worker_id = part.placement.worker_id
-        if part.dead:  # 3
-            return f"{WORKER_LOST}: worker {worker_id} is gone"
-        if part.held is not None and part.held.state is HeldState.FAILED:  # 4
-            return (
-                part.held.reason or f"{ENGINE_FAILED}: worker {worker_id} could not load its stage"
-            )
-        if not part.absent:
-            continue
-        loaded_alone = instance.state is InstanceState.LOADING and len(parts) == 1
-        if instance.state in SERVING or worker_id in one.seen_on or loaded_alone:  # 6
-            return (
-                f"{WORKER_LOST}: worker {worker_id} was started anew and does not hold it any more"
-            )
-        waited_s = now_s - max(instance.state_since_s, rules.term_started_s)
-        if waited_s > rules.hold_deadline_s:  # 7
-            return f"{ENGINE_FAILED}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
+def _failure(
+    one: Record, part: _Part, stages: int, now_s: float, rules: ReconcileRules
+) -> str | None:
+    """Rules 3, 4, 6 and 7 for one of an instance's stages."""
+    instance, worker_id = one.instance, part.placement.worker_id
+    if part.dead:  # 3
+        return f"{WORKER_LOST}: worker {worker_id} is gone"
+    if part.held is not None and part.held.state is HeldState.FAILED:  # 4
+        return part.held.reason or f"{ENGINE_FAILED}: worker {worker_id} could not load its stage"
+    if not part.absent:
+        return None
+    loaded_alone = instance.state is InstanceState.LOADING and stages == 1
+    if instance.state in SERVING or worker_id in one.seen_on or loaded_alone:  # 6
+        return f"{WORKER_LOST}: worker {worker_id} was started anew and does not hold it any more"
+    waited_s = now_s - max(instance.state_since_s, rules.term_started_s)
+    if waited_s > rules.hold_deadline_s:  # 7
+        return f"{ENGINE_FAILED}: worker {worker_id} did not take up its stage within {rules.hold_deadline_s:g} s"
     return None
 
 
@@ -277,6 +282,7 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
     for event in change.events:
         state = step(state, event)
     drains = InstanceEvent.DRAIN in change.events and state not in ENDED
+    lost = InstanceEvent.STAGE_LOST in change.events
     stays = not change.events and not change.placements
     placements = _placed(before, change.placements or before.placements, state)
     renewed = drains or _bare(placements) != _bare(before.placements)
@@ -291,11 +297,12 @@ def moved(before: Instance, change: Change, epoch: Epoch, now_s: float) -> Insta
         drain_within_s=change.drain_within_s if drains else before.drain_within_s,
         epoch=epoch,
         state_since_s=before.state_since_s if stays else now_s,
-        last_used_s=now_s if state in SERVING and not stays else before.last_used_s,
-        in_flight=0 if state in ENDED else before.in_flight,
+        last_used_s=now_s if lost or (state in SERVING and not stays) else before.last_used_s,
+        in_flight=0 if state in ENDED or lost else before.in_flight,
         reason=before.reason if stays else change.reason,
         served=before.served or state in SERVING,
         targets=before.targets if change.targets is None else change.targets,
+        repairs=before.repairs + lost,
     )
 
 
@@ -307,6 +314,8 @@ def _placed(
     A range that is being brought when the stages change again is not there yet: the one before it
     counts, unless the change says otherwise.
     """
+    if state is InstanceState.LOADING:
+        return placements  # A repair has said what is there (``repairing``), and nothing else does.
     if state is not InstanceState.CONSOLIDATING:
         return _bare(placements)
     anew = before.state is not InstanceState.CONSOLIDATING

@@ -2,7 +2,8 @@
 
 Pure; the scheduler and the simulator drive it alike.
 
-1. reports: what they show of each instance (``reconcile``)
+1. reports: what they show of each instance (``reconcile``), and which group has a lost stage
+   brought by another worker (``repairing``)
 2. nothing more while the bus is lost, the term is not announced, or too little was heard to command
 3. operators: evictions drain
 4. nodes that drain are emptied; what is still needed is wanted elsewhere, as if a request waited
@@ -34,6 +35,7 @@ from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.look import Look, instances_due, models_due
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import reconcile, retargeted
+from pilotlight.policy.control.repairing import Spares, with_repairs
 from pilotlight.policy.control.shortlist import for_start, for_turns
 from pilotlight.policy.control.starts import NO_ROOM, Tries
 from pilotlight.policy.control.telling import telling
@@ -63,10 +65,12 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         (one for one in records if one.is_row), facts.workers, facts.now_s, rules.reconcile
     )  # 1
     draft = Draft(used, facts, look.index or _anew(memory), rules)
+    deaf = facts.term.deaf or not facts.term.announced
+    if not deaf and any(one.lost for one in changes):
+        spares = Spares(books=used, workers=facts.workers, nodes=facts.nodes, room=draft.free_on)
+        changes = with_repairs(changes, spares)
     draft.move(changes)
-    if (
-        facts.term.deaf or not facts.term.announced or not has_learned(facts, draft.books, rules)
-    ):  # 2
+    if deaf or not has_learned(facts, draft.books, rules):  # 2
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
         draft.hear(look.workers, look.nodes)

@@ -71,6 +71,8 @@ class Attempt:
         """The instance's lead, as it was last looked up (``Relay._lead``)."""
         self.former_leads: list[WorkerId] = []
         self.instance_id = instance_id
+        self.prompt_tokens = self.max_tokens = 0
+        """Of its request, as its worker was told; of the output, what it may come to."""
         self.accepted = False
         self.error: PilotlightError | None = None
         self.heard_s = now_s
@@ -154,6 +156,11 @@ class Relay:
         """Attempts that are under way."""
         return len(self._attempts)
 
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Those."""
+        return tuple(self._attempts.values())
+
     async def start(self) -> None:
         """Listen to tokens."""
         if self._subscription is None:
@@ -207,6 +214,8 @@ class Relay:
             MessageTooLarge: prompt and output are beyond what the bus takes.
         """
         lead = self._fleet.lead_of(message.instance_id) or worker_id
+        attempt.prompt_tokens = len(message.prompt_ids)
+        attempt.max_tokens = message.sampling.max_tokens
         reply = await self._bus.request(
             submit_subject(lead), message, SubmitReply, deadline_s=SUBMIT_DEADLINE_S
         )
