@@ -57,17 +57,17 @@ class TokenDecoder:
         """
         self._visible: set[int] = set()
         """Those that were asked about: all of them would take a moment to find."""
+        self._pieces: dict[int, bytes] | None = (
+            {} if type(tokenizer.decoder) is tokenizers.decoders.ByteLevel else None
+        )
+        """What the library's decoder makes of tokens that were met; None where it looks at more than
+        each of them."""
         self._byte_tokens = self._find_byte_tokens()
         self._added_texts = {token_id: text for text, token_id in self.added_tokens.items()}
         # In the letters of byte-level tokenizers é is spelled in two; every other decoder leaves
         # them as they are.
         self.byte_level = tokenizer.decoder is not None and tokenizer.decoder.decode(["Ã©"]) == "é"
         """Its text is the UTF-8 of its tokens' bytes, one after the other."""
-        self._pieces: dict[int, bytes] | None = (
-            {} if type(tokenizer.decoder) is tokenizers.decoders.ByteLevel else None
-        )
-        """What the library's decoder makes of tokens that were met; None where it looks at more than
-        each of them."""
 
     @classmethod
     def of(
