@@ -235,7 +235,9 @@ async def test_a_requests_line_is_what_the_logger_would_write(
     straight, logged = (json.loads(line) for line in output.getvalue().splitlines())
     at, logged_at = straight.pop("timestamp"), logged.pop("timestamp")
     assert (at[:10], at[-1]) == (logged_at[:10], logged_at[-1])
-    assert 0 <= (datetime.fromisoformat(logged_at) - datetime.fromisoformat(at)).total_seconds() < 60
+    assert (
+        0 <= (datetime.fromisoformat(logged_at) - datetime.fromisoformat(at)).total_seconds() < 60
+    )
     assert straight == logged
     configure_logging("test", "warning")
     log_request("request done", "request_done")

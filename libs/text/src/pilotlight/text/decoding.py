@@ -60,8 +60,8 @@ class TokenDecoder:
         self._pieces: dict[int, bytes] | None = (
             {} if type(tokenizer.decoder) is tokenizers.decoders.ByteLevel else None
         )
-        """What the library's decoder makes of tokens that were met; None where it looks at more than
-        each of them."""
+        """What the library's decoder makes of tokens that were met; None where it looks at more
+        than each of them."""
         self._byte_tokens = self._find_byte_tokens()
         self._added_texts = {token_id: text for text, token_id in self.added_tokens.items()}
         # In the letters of byte-level tokenizers é is spelled in two; every other decoder leaves
