@@ -3,8 +3,8 @@ import io
 import json
 import threading
 from collections.abc import AsyncGenerator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest

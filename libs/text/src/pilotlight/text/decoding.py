@@ -102,7 +102,7 @@ class TokenDecoder:
             raise _failed(error) from error
 
     def _joined(self, token_ids: Sequence[int], pieces: dict[int, bytes]) -> str:
-        """As the library's byte-level decoder, at a tenth of its time."""
+        """As the library's byte-level decoder, in less time: it spells each token anew."""
         try:
             text = b"".join(map(pieces.__getitem__, token_ids))
         except KeyError:

@@ -101,8 +101,8 @@ class Authenticator:
         self._cache: dict[str, _Cached] = {}
         self._quick_key = secrets.token_bytes(RANDOM_BYTES)
         self._hashes: dict[bytes, str] = {}
-        """Hashes of keys that were valid, by a digest of them that takes a tenth of the time, and
-        is this process's alone."""
+        """Hashes of keys that were valid, by a digest of them that takes less time, and is this
+        process's alone."""
         self._used: set[str] = set()
         self._changes = 0
         """Counts what was forgotten: what was read before that is not kept."""
