@@ -43,9 +43,6 @@ END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
 """Environment variable with the supervisor's pid: the service stops in order when that process
 dies."""
 PR_SET_PDEATHSIG = 1
-YOUNG_OBJECTS = 10_000
-"""More new ones than old ones that went, before the collector looks for rings among them. Python's
-700 has it look at what some requests have under way again and again, and rings are rare here."""
 START_FAILED = "start_failed"
 SETTINGS_INVALID = "settings_invalid"
 """``action`` of the last log line of a service that cannot start: the process that started it tells
@@ -225,7 +222,6 @@ async def _run(service: str, settings: S, build: Build[S], user: str) -> int:
         # milliseconds, in which no request gets on.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(YOUNG_OBJECTS)
         notify("READY=1")
         log.info("ready", action="service_ready", pid=os.getpid())
         return await _until_stopped(stopping, background)
