@@ -3,6 +3,7 @@ import io
 import json
 import threading
 from collections.abc import AsyncGenerator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -232,7 +233,11 @@ async def test_a_requests_line_is_what_the_logger_would_write(
         log_request("request done", "request_done", model="m", elapsed_s=0.5)
         structlog.get_logger().info("request done", action="request_done", model="m", elapsed_s=0.5)
     straight, logged = (json.loads(line) for line in output.getvalue().splitlines())
-    assert straight.pop("timestamp")[:10] == logged.pop("timestamp")[:10]
+    at, logged_at = straight.pop("timestamp"), logged.pop("timestamp")
+    assert (at[:10], at[-1]) == (logged_at[:10], logged_at[-1])
+    assert (
+        0 <= (datetime.fromisoformat(logged_at) - datetime.fromisoformat(at)).total_seconds() < 60
+    )
     assert straight == logged
     configure_logging("test", "warning")
     log_request("request done", "request_done")

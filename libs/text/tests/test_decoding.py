@@ -90,3 +90,29 @@ def test_what_panics_fails():
 def test_what_cannot_be_used_is_a_bad_checkpoint():
     with pytest.raises(BadCheckpoint, match="decoder"):
         TokenDecoder.of("{}", (), {})
+
+
+def test_bytes_that_are_no_text_are_decoded_as_the_library_does():
+    described = json.loads(byte_level_json())
+    taken = {token["id"] for token in described["added_tokens"]}
+    first = max([*taken, *described["model"]["vocab"].values()]) + 1
+    for number, text in enumerate(("é", "<|end of Ωtext|>", "€ and Ã©", "plain")):
+        described["added_tokens"].append(
+            {
+                "id": first + number,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": number % 2 == 1,
+            }
+        )
+    whole = Tokenizer.from_str(json.dumps(described))
+    ours = TokenDecoder(whole, (), {})
+    rng = random.Random(20)
+    for _ in range(3000):
+        ids = [rng.randrange(first + 6) for _ in range(rng.randrange(12))]
+        assert ours.decode(ids, skip_special_tokens=False) == whole.decode(
+            ids, skip_special_tokens=False
+        )

@@ -283,6 +283,26 @@ async def test_requests_of_one_moment_look_a_key_up_once(
     assert await keys.role_of(ADMIN_KEY) == "none"
 
 
+async def test_a_valid_key_is_hashed_once_and_is_looked_up_all_the_same(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    hash_of = Authenticator.hash_of
+
+    def counted(authenticator: Authenticator, presented: str) -> str:
+        hashed.append(presented)
+        return hash_of(authenticator, presented)
+
+    monkeypatch.setattr(Authenticator, "hash_of", counted)
+    for key in (ADMIN_KEY, "pl-admin-nobodys-key-of-forty-characters"):
+        for _ in range(3):
+            await keys.role_of(key)
+    assert [hashed.count(ADMIN_KEY), len(hashed)] == [1, 4]
+    await _revoke(keys)
+    keys.clock.advance(CACHE_S)
+    assert await keys.role_of(ADMIN_KEY) == "none"
+
+
 async def test_known_keys_outlive_the_database(keys: Keys, module_database: URL) -> None:
     assert await keys.role_of(ADMIN_KEY) == "admin"
     keys.clock.advance(CACHE_S * 100)

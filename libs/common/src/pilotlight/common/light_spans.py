@@ -87,6 +87,38 @@ class LightSpan(NonRecordingSpan):
         )
 
 
+class Within(LightSpan):
+    """A light span within the current one, around a body: it is not current itself."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: SpanKind,
+        around: LightSpan,
+        attributes: Attributes,
+        on_failure: Callable[[LightSpan, Exception], None],
+    ) -> None:
+        """As ``LightSpan``; ``on_failure`` hears of an error that leaves the body."""
+        self._context = self._parent = around._context
+        self._name, self._kind = name, kind
+        self._attributes = tuple(attributes.items()) if attributes else ()
+        self._began_ns = time.time_ns()
+        self._traceparent = ""
+        self._on_failure = on_failure
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            self._on_failure(self, error)
+
+
 Tokens = tuple[Token[Context], Token[LightSpan | None]]
 """What ``detach`` takes."""
 

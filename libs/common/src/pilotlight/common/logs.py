@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 import structlog
 
+from pilotlight.common.clock import SystemClock
+
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+_clock = SystemClock()
 _encoder = msgspec.json.Encoder(enc_hook=repr)
-stamped = structlog.processors.TimeStamper(fmt="iso", utc=True)
 
 
 def write_logs(
@@ -39,7 +41,7 @@ def write_logs(
         structlog.contextvars.merge_contextvars,
         add_service,
         structlog.stdlib.add_log_level,
-        stamped,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
         *(() if add is None else (add,)),
         structlog.processors.format_exc_info,
     ]
@@ -71,6 +73,11 @@ class LogLines(structlog.WriteLogger):
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg
+
+
+def stamp() -> str:
+    """The time of a line, as structlog writes it."""
+    return _clock.wall().isoformat()[: -len("+00:00")] + "Z"
 
 
 def to_json(value: Any, **_: Any) -> str:

@@ -318,12 +318,13 @@ class NatsBus:
         return subscribed
 
     async def _exchange(self, subject: str, data: bytes, deadline_s: float) -> Msg:
-        clock = asyncio.get_running_loop()
-        until_s = clock.time() + deadline_s
+        left_s = deadline_s
         if not self._client.is_connected:
             # The word of the break comes a moment after it.
             self._up.clear()
         if not self._up.is_set():
+            clock = asyncio.get_running_loop()
+            until_s = clock.time() + deadline_s
             try:
                 # While there is no connection nothing is sent: a request that leaves after its
                 # deadline is worse than none.
@@ -333,7 +334,7 @@ class NatsBus:
                 raise BusUnavailable(
                     f"NATS cannot be reached, so nobody was asked on {subject}"
                 ) from error
-        left_s = max(0.001, until_s - clock.time())
+            left_s = max(0.001, until_s - clock.time())
         headers = inject({DEADLINE_HEADER: str(max(1, int(left_s * 1000)))})
         try:
             return await self._client.request(

@@ -26,10 +26,11 @@ from urllib.parse import ParseResult
 
 import nats.errors
 import structlog
-from nats.aio.client import Client, Srv
+from nats.aio.client import NO_RESPONDERS_STATUS, Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
+from nats.js.api import Header
 from nats.protocol.parser import AWAITING_CONTROL_LINE, PERMISSIONS_ERR
 
 from pilotlight.common.nats_reading import Reader, Take, cut
@@ -230,13 +231,16 @@ class KeptClient(Client):
             return
         self._pending, self._pending_data_size = [], 0
 
-    async def _request_new_style(
+    async def request(
         self,
         subject: str,
-        payload: bytes,
-        timeout: float = 1,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
+        if old_style:
+            return await super().request(subject, payload, timeout, old_style, headers)
         if self.is_draining_pubs:
             raise nats.errors.ConnectionDrainingError
         if not self._resp_sub_prefix:
@@ -246,14 +250,18 @@ class KeptClient(Client):
         answer = self._asked[token] = loop.create_future()
         try:
             reply_to = self._resp_sub_prefix.decode() + token
-            await self.publish(subject, payload, reply=reply_to, headers=headers)
+            if not self.publish_soon(subject, payload, reply_to, headers):
+                await super().publish(subject, payload, reply_to, headers)
             timer = loop.call_later(timeout, _too_late, answer)
             try:
-                return await answer
+                message = await answer
             finally:
                 timer.cancel()
         finally:
             del self._asked[token]
+        if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS_STATUS:
+            raise nats.errors.NoRespondersError
+        return message
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes

@@ -35,12 +35,13 @@ from pilotlight.common.light_spans import (
     Joined,
     LightSpan,
     Tokens,
+    Within,
     attach,
     current_span,
     detach,
     unsampled_context,
 )
-from pilotlight.common.logs import LEVELS, stamped, to_json, write_logs
+from pilotlight.common.logs import LEVELS, stamp, to_json, write_logs
 from pilotlight.common.messages.spans import SPANS_SUBJECT, SpanBatch
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.span_senders import SampledSpans, SpanSender, otlp_export, record_of
@@ -108,8 +109,9 @@ def log_request(event: str, action: str, **told: object) -> None:
         "event": event,
         "service": _telemetry.log_service,
         "level": "info",
+        "timestamp": stamp(),
     }
-    text = to_json(_add_trace(None, "info", stamped(None, "info", line)))
+    text = to_json(_add_trace(None, "info", line))
     with contextlib.suppress(OSError):
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -179,6 +181,9 @@ def span(name: str, **attributes: AttributeValue) -> AbstractContextManager[Span
     An error that leaves the body marks it by its code; its message is not recorded, for it may
     quote input.
     """
+    light = LightSpan.current.get()
+    if light is not None:
+        return Within(name, SpanKind.INTERNAL, light, attributes, _keep_failed)
     return _Spanned(name, SpanKind.INTERNAL, None, attributes)
 
 
@@ -189,6 +194,9 @@ def annotate(**attributes: AttributeValue) -> None:
 
 def client_span(name: str) -> AbstractContextManager[Span]:
     """A span around a request to another process."""
+    light = LightSpan.current.get()
+    if light is not None:
+        return Within(name, SpanKind.CLIENT, light, None, _keep_failed)
     return _Spanned(name, SpanKind.CLIENT, None, None)
 
 
@@ -261,7 +269,8 @@ class _Spanned:
     """A span that is current around its body.
 
     A class and no generator: there are several for each request. One of a trace that is not sampled
-    is a light one, and only the first of them is current: those within it have its context.
+    is a light one, and only the first of them is current: those within it (``Within``) have its
+    context.
     """
 
     __slots__ = ("_attributes", "_kind", "_light_token", "_name", "_parent", "_span", "_tokens")
@@ -275,11 +284,6 @@ class _Spanned:
         self._light_token: Token[LightSpan | None] | None = None
 
     def __enter__(self) -> Span:
-        if self._parent is None and (light := LightSpan.current.get()) is not None:
-            # Within a trace that is not sampled.
-            context = light.get_span_context()
-            self._span = LightSpan(self._name, self._kind, context, self._attributes)
-            return self._span
         tracer, before = _telemetry.tracer, current_span(self._parent)
         if tracer is None:
             if self._parent is not None:

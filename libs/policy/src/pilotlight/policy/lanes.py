@@ -66,6 +66,8 @@ def next_job(
     """
     if len(running) >= processes:
         return None
+    if len(waiting) == 1:
+        return waiting[0] if _allowed(waiting[0], running, processes) else None
     allowed = [job for job in waiting if _allowed(job, running, processes)]
     return min(allowed, key=lambda job: (job.long, job.turn, job.number), default=None)
 
@@ -76,8 +78,10 @@ def turn_of(owner: str, waiting: Sequence[LaneJob], now_turn: int) -> int:
 
 
 def _allowed(job: LaneJob, running: Sequence[LaneJob], processes: int) -> bool:
-    if job.model and [other.model for other in running].count(job.model) >= processes - 1:
-        return False
+    if job.model and len(running) >= processes - 1:
+        of_model = [other for other in running if other.model == job.model]
+        if len(of_model) >= processes - 1:
+            return False
     if not job.long:
         return True
     others, share = [other for other in running if other.long], max(1, processes - 2)

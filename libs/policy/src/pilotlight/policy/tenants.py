@@ -19,7 +19,12 @@ class TenantLimits:
     @property
     def any(self) -> bool:
         """Something is limited."""
-        return self != NO_LIMITS
+        return not (
+            self.requests_per_minute is None
+            and self.tokens_per_minute is None
+            and self.concurrent_requests is None
+            and self.tokens_per_month is None
+        )
 
 
 NO_LIMITS = TenantLimits()

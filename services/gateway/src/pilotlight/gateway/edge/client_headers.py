@@ -73,8 +73,13 @@ def plain_headers(scope: Scope) -> dict[str, str]:
 
 def note_header(scope: Scope, name: str, value: str) -> None:
     """Add a header to the answer, which has not begun."""
+    note_headers(scope, (name, value))
+
+
+def note_headers(scope: Scope, told: Sequence[str]) -> None:
+    """Add headers to the answer, which has not begun: names and values in turn."""
     noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
-    scope["state"][_NOTED] = (*noted, name, value)
+    scope["state"][_NOTED] = (*noted, *told)
 
 
 def noted_headers(scope: Scope) -> list[Header]:

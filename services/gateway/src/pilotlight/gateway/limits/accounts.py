@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from pilotlight.common.messages.limits import LimitTotal
 from pilotlight.policy.rate_limits import (
     Charge,
@@ -37,8 +39,7 @@ class Sharing:
         return self.gateways if self.cut_off else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """One request's charge on one line."""
 
     charge: Charge
@@ -106,12 +107,16 @@ class Line:
         return 0.0 if within else 60 / self.limit
 
     def take(self, units: float, now_s: float, sharing: Sharing) -> Taken:
-        """Take it."""
+        """Take what may turn out to be more or less."""
+        self.spend(units, now_s, sharing)
+        return Taken(charge_of(self.meter), units, sharing.factor)
+
+    def spend(self, units: float, now_s: float, sharing: Sharing) -> None:
+        """Take it for good."""
         self.spent += units
         self.unheard.add(units)
         if self.limit is not None:
             self.meter = take(self.meter, self.limit, units * sharing.factor, now_s)
-        return Taken(charge_of(self.meter), units, sharing.factor)
 
     def correct(self, taken: Taken, used: float, now_s: float) -> None:
         """What was taken turned out to be this."""

@@ -27,6 +27,7 @@ LEARN_DEADLINE_S = 1.0
 SETTLED = timedelta(minutes=15)
 """After which no row of a moment is written any more: rows before it are added up once."""
 FORGET_S = 600.0
+_OVER_A_MONTH = timedelta(days=32)
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class BudgetBook:
         self._background = background
         self._entries: dict[str, _Entry] = {}
         self._month = _month_of(clock.wall())
+        self._next_month = _month_of(self._month + _OVER_A_MONTH)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -98,9 +100,10 @@ class BudgetBook:
 
     def used(self, subject: str) -> int:
         """As ``Budgets.used``."""
-        month = _month_of(self._clock.wall())
-        if month != self._month:
-            self._month = month
+        now = self._clock.wall()
+        if not self._month <= now < self._next_month:
+            self._month = _month_of(now)
+            self._next_month = _month_of(self._month + _OVER_A_MONTH)
             for entry in self._entries.values():
                 entry.settled = entry.stored = 0
                 entry.known = entry.ended

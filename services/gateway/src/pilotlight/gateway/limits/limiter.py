@@ -13,7 +13,7 @@ from starlette.types import Scope
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import QuotaUsedUp, RateLimited, TokensLimited, TooLarge
 from pilotlight.common.messages.limits import LimitTotal
-from pilotlight.gateway.edge.client_headers import note_header
+from pilotlight.gateway.edge.client_headers import note_headers
 from pilotlight.gateway.limits.accounts import Account, Line, Sharing, Taken
 from pilotlight.gateway.limits.peers import Peers
 from pilotlight.policy.ids import GatewayId
@@ -23,6 +23,10 @@ PLACE_AGAIN_S = 1.0
 """When one that found too many requests running may come again: nobody knows how long they run."""
 FORGET_S = 300.0
 """After which an account that nobody uses is forgotten: all of its minute is paid back."""
+_REQUESTS_LEFT, _TOKENS_LEFT = (
+    tuple(f"x-ratelimit-{what}-{units}" for what in ("limit", "remaining", "reset"))
+    for units in ("requests", "tokens")
+)
 MAX_TOLD = 500
 """Accounts in one message."""
 
@@ -117,22 +121,23 @@ class Limiter:
         if not tenant.limited:
             return self._unlimited
         now_s = self._clock.monotonic_s()
-        accounts = tuple(
-            self._account(subject, limits, now_s)
-            for subject, limits in (
-                (f"key/{key_id}", tenant.key_limits),
-                (f"project/{tenant.project}", tenant.project_limits),
-            )
-            if limits.any
-        )
+        accounts: tuple[Account, ...] = ()
+        if tenant.key_limits.any:
+            accounts = (self._account(f"key/{key_id}", tenant.key_limits, now_s),)
+        if tenant.project_limits.any:
+            project = self._account(f"project/{tenant.project}", tenant.project_limits, now_s)
+            accounts = (*accounts, project)
         for account in accounts:  # 1
-            await self._check_budget(account)
+            if account.limits.tokens_per_month is not None:
+                if not self._budgets.knows(account.subject):
+                    await self._budgets.learn(account.subject)
+                self._check_budget(account, account.limits.tokens_per_month)
         taken: tuple[Taken, ...] = ()
         if paced:
             try:
                 for account in accounts:
                     self._check(account, tokens, now_s)
-                taken = tuple(self._take(account, tokens, now_s) for account in accounts)
+                taken = tuple([self._take(account, tokens, now_s) for account in accounts])
             finally:
                 _tell_left(scope, accounts, now_s)
             self.changed.set()
@@ -225,12 +230,7 @@ class Limiter:
             account.set(limits, now_s)
         return account
 
-    async def _check_budget(self, account: Account) -> None:
-        budget = account.limits.tokens_per_month
-        if budget is None:
-            return
-        if not self._budgets.knows(account.subject):
-            await self._budgets.learn(account.subject)
+    def _check_budget(self, account: Account, budget: int) -> None:
         if self._budgets.used(account.subject) >= budget:
             raise QuotaUsedUp(
                 f"{_named(account)} has used its budget of {budget} tokens this month"
@@ -269,7 +269,7 @@ class Limiter:
         account.changed = True
         account.running += 1
         account.unheard_running.add(1)
-        account.requests.take(1, now_s, self.sharing)
+        account.requests.spend(1, now_s, self.sharing)
         return account.tokens.take(tokens, now_s, self.sharing)
 
 
@@ -280,17 +280,22 @@ def _named(account: Account) -> str:
 
 def _tell_left(scope: Scope, accounts: tuple[Account, ...], now_s: float) -> None:
     """OpenAI's headers, of the tighter limit of key and project."""
-    for name, lines in (
-        ("requests", [account.requests for account in accounts]),
-        ("tokens", [account.tokens for account in accounts]),
+    told: list[str] = []
+    for names, lines in (
+        (_REQUESTS_LEFT, [account.requests for account in accounts]),
+        (_TOKENS_LEFT, [account.tokens for account in accounts]),
     ):
-        held = [line for line in lines if line.limit is not None]
-        if not held:
-            continue
-        line: Line = min(held, key=lambda each: each.left(now_s)) if len(held) > 1 else held[0]
-        note_header(scope, f"x-ratelimit-limit-{name}", str(line.limit))
-        note_header(scope, f"x-ratelimit-remaining-{name}", str(line.left(now_s)))
-        note_header(scope, f"x-ratelimit-reset-{name}", duration(line.reset_s(now_s)))
+        tightest: Line | None = None
+        least = 0
+        for line in lines:
+            if line.limit is not None:
+                units = line.left(now_s)
+                if tightest is None or units < least:
+                    tightest, least = line, units
+        if tightest is not None:
+            reset = duration(tightest.reset_s(now_s))
+            told += (names[0], str(tightest.limit), names[1], str(least), names[2], reset)
+    note_headers(scope, told)
 
 
 def duration(seconds: float) -> str:

@@ -26,6 +26,9 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     """What the model thinks before it answers."""
 
 
+NOTHING_NEW = Delta("")
+
+
 class Answer:
     """One answer.
 

@@ -108,7 +108,7 @@ class OpenAiApi:
         self._clock: Clock = exchanges.clock
         self._limits = limits
         self._encoder = encoder
-        self._rng = random.SystemRandom()
+        self._rng = random.Random()
         self._document = msgspec.json.encode(openapi_document(API_VERSION))
 
     def routes(self) -> list[Route]:

@@ -64,6 +64,8 @@ def _continues(request: ChatRequest) -> bool:
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
+    if not variables:
+        return
     param = "chat_template_kwargs"
     for name in variables:
         if name in RESERVED or re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) is None:

@@ -15,7 +15,7 @@ from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.limits.limiter import Admission
-from pilotlight.gateway.openai.answer import Answer, Delta, joined
+from pilotlight.gateway.openai.answer import NOTHING_NEW, Answer, Delta, joined
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.choice import Choice, ExchangeParts, Piece, PieceTaker
 from pilotlight.gateway.openai.parameters import Options
@@ -87,7 +87,7 @@ class Exchange:
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
 
         async def take(piece: Piece) -> None:
-            if isinstance(piece.what, Delta):
+            if isinstance(piece.what, Delta) and piece.what != NOTHING_NEW:
                 deltas[piece.index].append(piece.what)
 
         await self.run(take)
@@ -150,7 +150,7 @@ class Exchange:
             else request.sampling.max_tokens
             for request in (choice.request for choice in self._choices)
         )
-        return self.usage().prompt_tokens + output
+        return self._prompt_tokens() + output
 
     def __enter__(self) -> None:
         if self._options.stream:
@@ -197,7 +197,7 @@ class Exchange:
             model=request.model.name,
             key_id=self._asker.key.key_id,
             request_id=request.request_id,
-            prompt_tokens=self.usage().prompt_tokens,
+            prompt_tokens=self._prompt_tokens(),
             streamed=self._options.stream,
         )
 
@@ -212,10 +212,6 @@ class Exchange:
             return _usage(
                 len(only.request.prompt_ids), only.answer.output_tokens, only.answer.cached_tokens
             )
-        prompts = {
-            id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices
-        }
-        prompt_tokens = sum(prompts.values())
         output_tokens = sum(choice.answer.output_tokens for choice in self._choices)
         # Of several answers to one prompt, what was there for all of them.
         cached: dict[int, int] = {}
@@ -223,7 +219,16 @@ class Exchange:
             prompt = id(choice.request.siblings)
             found = choice.answer.cached_tokens
             cached[prompt] = min(found, cached.get(prompt, found))
-        return _usage(prompt_tokens, output_tokens, sum(cached.values()))
+        return _usage(self._prompt_tokens(), output_tokens, sum(cached.values()))
+
+    def _prompt_tokens(self) -> int:
+        """Of its prompts, each once."""
+        if len(self._choices) == 1:
+            return len(self._choices[0].request.prompt_ids)
+        prompts = {
+            id(choice.request.siblings): len(choice.request.prompt_ids) for choice in self._choices
+        }
+        return sum(prompts.values())
 
     def _record(self, status: str) -> Usage:
         request, usage = self._choices[0].request, self.usage()

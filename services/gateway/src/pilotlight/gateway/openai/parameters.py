@@ -129,8 +129,10 @@ def sampling_of(
             param="min_tokens",
         )
     bias = request.logit_bias or {}
-    _check_ids(model, "logit_bias", bias)
-    _check_ids(model, "stop_token_ids", request.stop_token_ids or ())
+    if bias:
+        _check_ids(model, "logit_bias", bias)
+    if request.stop_token_ids:
+        _check_ids(model, "stop_token_ids", request.stop_token_ids)
     ignore_eos = bool(request.ignore_eos) or _scores_a_text(request, options, max_tokens)
     return Sampling(
         seed=(request.seed & _SEED_MASK) if request.seed is not None else rng.getrandbits(63),

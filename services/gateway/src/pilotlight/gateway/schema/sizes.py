@@ -5,7 +5,12 @@ from collections.abc import Iterable
 import msgspec
 
 from pilotlight.common.errors import MessageTooLarge, TooLarge
-from pilotlight.gateway.schema.requests import ChatMessage, ChatRequest, CompletionRequest
+from pilotlight.gateway.schema.requests import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GivenCall,
+)
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
@@ -49,8 +54,15 @@ def check_rest(rest: msgspec.Struct) -> None:
 
 def _check_messages(messages: list[ChatMessage]) -> None:
     _at_most(MAX_MESSAGES, len(messages), "messages")
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    calls: list[GivenCall] = []
+    parts = 0
+    for message in messages:
+        if message.tool_calls:
+            calls += message.tool_calls
+        if isinstance(message.content, list):
+            parts += len(message.content)
+    if not parts and not calls:
+        return
     _at_most(MAX_PARTS, parts + len(calls), "messages", "parts of contents and calls of tools")
     arguments = (call.function.arguments for call in calls)
     _at_most(MAX_ARGUMENTS_BYTES, _bytes_of(arguments), "messages", "bytes of arguments of calls")

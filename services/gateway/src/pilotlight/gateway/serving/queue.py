@@ -172,7 +172,9 @@ class PendingQueue:
         if self._too_cold(ticket):
             raise _cold(ticket.model)
         place = Place(self, ticket, next(self._numbers))
-        line = self._lines.setdefault(ticket.model, Line[Place]())
+        line = self._lines.get(ticket.model)
+        if line is None:
+            line = self._lines[ticket.model] = Line()
         if not line:
             route = self._pick(ticket)
             if route is not None:

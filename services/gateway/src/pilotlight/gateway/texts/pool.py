@@ -182,7 +182,7 @@ class HelperPool:
         if not self._waiting:
             return
         self._let_go()
-        while self._idle and self._waiting:
+        while self._idle and self._waiting and len(self._running) < self._bounds.helpers:
             chosen = self._next(self._waiting.heads())
             if chosen is None:
                 return
