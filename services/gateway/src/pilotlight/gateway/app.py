@@ -45,6 +45,7 @@ from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
 from pilotlight.gateway.records.audit import AuditLog
 from pilotlight.gateway.records.display import DecisionReader, Display
+from pilotlight.gateway.records.idle_times import IdleTimes
 from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
@@ -375,6 +376,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         catalog,
         usage,
         start_costs,
+        IdleTimes(database, clock, background, serving.fleet),
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,
