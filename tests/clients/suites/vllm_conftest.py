@@ -60,4 +60,3 @@ for name in IMPORTED:
 utils = ModuleType("tests.utils")
 vars(utils)["RemoteOpenAIServer"] = RemoteOpenAIServer
 sys.modules["tests.utils"] = utils
-
