@@ -1,7 +1,8 @@
 """vLLM's own tests of its OpenAI server (Apache-2.0), as far as they apply, against a whole system.
 
-Its names of models are aliases of the demo model here, and what the tests import of vLLM is a stand-in
-(``suites/vllm_conftest.py``). Each of its files and tests is run, or named here with the reason.
+Its names of models are aliases of the demo model here, and what the tests import of vLLM is a
+stand-in (``suites/vllm_conftest.py``). Each of its files and tests is run, or named here with the
+reason.
 """
 
 import os
@@ -12,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from client_suites import ASYNC_INI, SUITES, passed, run, told
 from embedded_system import RunningSystem, running
-from test_clients_suites import ASYNC_INI, SUITES, passed, run, told
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
 

@@ -1,8 +1,8 @@
 """Time in which models are loaded and nobody uses the device, in the database.
 
-Workers count it, from a stage's load on, and say in their reports what it has come to. Every gateway
-hears that and writes it, of each hour the most that was heard: so it does not matter how many write,
-and one that comes back after a kill finds in the next report what it has missed.
+Workers count it, from a stage's load on, and say in their reports what it has come to. Every
+gateway hears that and writes it, of each hour the most that was heard: so it does not matter how
+many write, and one that comes back after a kill finds in the next report what it has missed.
 """
 
 import asyncio
