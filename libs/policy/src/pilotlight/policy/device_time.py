@@ -2,8 +2,8 @@
 sharing; Kleinrock, "Time-shared systems: a theoretical treatment", JACM 1967).
 
 A user is a request that a worker has accepted and its engine has not ended, or a stage that loads.
-One that is alone has the whole second, each of two has half of one. While there is none, the time is
-divided evenly among the stages that are kept there: it is what it costs that they are warm. Of a
+One that is alone has the whole second, each of two has half of one. While there is none, the time
+is divided evenly among the stages that are kept there: it is what it costs that they are warm. Of a
 device that holds nothing it is nobody's. So what all got together is the time in which there was a
 user or a stage, and never more than has passed.
 

@@ -39,5 +39,5 @@ idle_times = Table(
     Column("device_s", Double, nullable=False),
     schema="gateway",
 )
-"""What stages had of devices that nobody used, from their load on, as of an hour: ``at`` is when the
-hour begins. What belongs to it is what it has more than the row before it."""
+"""What stages had of devices that nobody used, from their load on, as of an hour: ``at`` is when
+the hour begins. What belongs to it is what it has more than the row before it."""

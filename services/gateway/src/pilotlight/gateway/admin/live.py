@@ -1,5 +1,5 @@
-"""The live view: rows of nodes, models, transfers, links, groups and cold starts, and what changed in
-them since a client heard of them last.
+"""The live view: rows of nodes, models, transfers, links, groups and cold starts, and what changed
+in them since a client heard of them last.
 
 There is one view for all clients of a gateway, made once a second while there is one. A client
 holds no queue here: it remembers the version that it has seen and is sent the rows that are newer,
