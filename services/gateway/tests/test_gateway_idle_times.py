@@ -43,6 +43,7 @@ class Gateway:
         self._fleet = Fleet(bus, ManualClock(), background)
         context = world.context
         self.times = IdleTimes(world.database, wall, context.background, self._fleet)
+        self._fleet.reports.on_news(self.times.hear)
 
     def hears(self, **idle_s: float) -> None:
         stages = tuple(

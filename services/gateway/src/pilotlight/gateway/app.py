@@ -263,6 +263,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     serving = build_serving(context, DecisionReader(database))
     start_costs = StartCosts(database, clock, background, serving.gateway_id)
     StartWatch(serving.fleet, serving.queue, start_costs)
+    idle_times = IdleTimes(database, clock, background, serving.fleet)
+    serving.fleet.reports.on_news(idle_times.hear)
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
@@ -376,7 +378,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         catalog,
         usage,
         start_costs,
-        IdleTimes(database, clock, background, serving.fleet),
+        idle_times,
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,

@@ -7,7 +7,7 @@ many write, and one that comes back after a kill finds in the next report what i
 
 import asyncio
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import structlog
 from sqlalchemy import func
@@ -20,7 +20,7 @@ from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.roster import News
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all, pause
-from pilotlight.gateway.serving.fleet import Fleet
+from pilotlight.policy.cluster import WorkerFacts
 from pilotlight.policy.ids import InstanceId, ModelName, WorkerId
 
 log = structlog.get_logger()
@@ -29,6 +29,18 @@ WRITE_EVERY_S = 10.0
 ROWS_AT_ONCE = 1000
 MAX_WAITING = 100_000
 """Rows that wait for a database that is away; more are not taken, and a later report has them."""
+
+
+class Workers(Protocol):
+    """What workers said last (``Fleet``)."""
+
+    def worker(self, worker_id: WorkerId) -> WorkerFacts | None:
+        """One of them."""
+        ...
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        """All of them."""
+        ...
 
 
 class _Stage(NamedTuple):
@@ -46,7 +58,7 @@ class IdleTimes:
     """Hears reports and writes rows; a component."""
 
     def __init__(
-        self, database: Database, clock: Clock, background: Background, fleet: Fleet
+        self, database: Database, clock: Clock, background: Background, fleet: Workers
     ) -> None:
         self._database = database
         self._clock = clock
@@ -56,7 +68,6 @@ class IdleTimes:
         """What each stage has come to."""
         self._unwritten: dict[tuple[_Stage, datetime], _Heard] = {}
         self._task: asyncio.Task[None] | None = None
-        fleet.reports.on_news(self._hear)
 
     async def start(self) -> None:
         """Write from now on."""
@@ -70,7 +81,8 @@ class IdleTimes:
             self._task = None
             await self._write()
 
-    def _hear(self, news: News) -> None:
+    def hear(self, news: News) -> None:
+        """Note what workers say that have said something."""
         for worker_id in news.workers:
             facts = self._fleet.worker(worker_id)
             for held in facts.held if facts is not None else ():
