@@ -8,25 +8,21 @@ more than any one server takes, and ids that only their mock knows.
 import os
 import re
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
+from client_suites import ASYNC_INI, SUITES, passed, run, told
 from embedded_system import RunningSystem, running
 
 pytestmark = [pytest.mark.clients, pytest.mark.slow]
 
-SUITES = Path(__file__).parent / "suites"
-LIMIT_S = 600
 ALIASES = "gpt-6-astra gpt-3.5-turbo-instruct claude-opus-5-5 model"
 """What the tests of the clients call their models."""
 CREATED = "create_overload and not all_params"
 LISTED = "(list and not all_params) or path_params"
-ASYNC_INI = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
 
 
 @dataclass(frozen=True)
@@ -65,37 +61,6 @@ def system() -> Iterator[RunningSystem]:
 def installed() -> Path:
     """Where ``tools/test_clients.sh`` has put everything."""
     return Path(os.environ["PILOTLIGHT_CLIENTS_FOLDER"])
-
-
-def told(system: RunningSystem, **more: str) -> dict[str, str]:
-    """The environment of a client: none of this project's packages in it."""
-    inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    return inherited | {
-        "PILOTLIGHT_URL": system.url,
-        "PILOTLIGHT_API_KEY": system.key("api"),
-        **more,
-    }
-
-
-def run(command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
-    """Run a client's tests; all must pass."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-def passed(report: Path) -> int:
-    """How many tests of a report passed."""
-    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = {name: int(suite.get(name, "0")) for name in ("tests", "skipped")}
-    return counts["tests"] - counts["skipped"]
 
 
 def prepared(installed: Path, client: str, work: Path) -> Path:

@@ -138,7 +138,7 @@ def used(system: RunningSystem) -> Counter[str]:
     """Usage of all keys and days."""
     with system.admin() as admin:
         rows = admin.get("/usage").json()["usage"]
-    names = ("requests", "failed", "output_tokens", "device_s")
+    names = ("requests", "failed", "output_tokens", "device_s", "idle_device_s")
     return Counter({name: sum(row[name] for row in rows) for name in names})
 
 
@@ -197,3 +197,5 @@ async def test_counters_are_what_clients_of_which_half_leave_have_counted(
     # There is one device: all streams together had no more of it than has passed.
     passed_s = clock_s() - begun_s
     assert 0 < now["device_s"] - used_before["device_s"] <= passed_s
+    # Between its load and the requests the model was there, and nobody used the device.
+    await until(lambda: used(system)["idle_device_s"] > 0, deadline_s=DEADLINE_S)

@@ -102,6 +102,24 @@ async def test_a_cold_start_is_watched_while_it_happens(
         http.delete("/models/watched")
 
 
+async def test_links_are_told_with_what_goes_over_them(
+    system: RunningSystem, open_tab: Any
+) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    with system.admin() as http:
+        assert http.post(f"/models/{MODEL}/warm").is_success
+        eventually(lambda: http.get("/transfers").json()["links"], 60)
+    await tab.sign_in(system.key("admin"))
+    row = page.locator("#links tr.row", has_text="file://")
+    await row.wait_for()
+    assert "/s" in await row.inner_text()
+    await page.wait_for_selector("#groups .empty:has-text('No instance is shared')")
+    assert await tab.violations() == []
+    await row.get_by_role("link").click()
+    await page.wait_for_url("**/ui/nodes/*")
+
+
 async def test_a_model_is_registered_changed_warmed_released_and_deleted(
     system: RunningSystem, open_tab: Any
 ) -> None:

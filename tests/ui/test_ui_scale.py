@@ -17,12 +17,14 @@ from pilotlight.gateway.admin.testing import ADMIN_KEY, emptied, settings_in
 from pilotlight.gateway.edge.server import HttpServer
 from pilotlight.gateway.serving.fleet import Seen, StartProgress
 from pilotlight.gateway.ui.testing import ui_world
+from pilotlight.policy.cluster import PEER_LINK, LinkSpeed, OriginKind
 from pilotlight.policy.ids import ModelName, NodeId, WorkerId
+from pilotlight.policy.model import Stage
 from pilotlight.policy.testing import held, instance, model, node, worker
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.anyio]
 
-NODES, MODELS, DEVICES = 1000, 5000, 2
+NODES, MODELS, DEVICES, GROUPS = 1000, 5000, 2, 500
 UPDATE_MS = 100.0
 MAX_ROWS_IN_PAGE = 80
 
@@ -46,6 +48,13 @@ class Cluster:
                 host=f"host-{number:04d}",
                 pool_bytes=1 << 38,
                 pool_free_bytes=(1 << 37) + self.step,
+                links=(
+                    LinkSpeed(
+                        kind=OriginKind.PEER,
+                        name=f"{PEER_LINK}node-{(number + 1) % NODES:04d}",
+                        bytes_per_s=float((1 << 30) + self.step),
+                    ),
+                ),
             )
             for number in range(NODES)
         )
@@ -64,8 +73,16 @@ class Cluster:
         )
 
     def instances(self, name: ModelName | None = None) -> tuple[Seen, ...]:
-        serving = Seen(replace(instance(), model=ModelName(str(name))), 1.0)
+        if name is None:
+            return tuple(self._group(number) for number in range(GROUPS))
+        serving = Seen(replace(instance(), model=name), 1.0)
         return (serving,) if self.step % 2 else ()
+
+    def _group(self, number: int) -> Seen:
+        one = instance(self._names[number], f"inst-{number:04d}", in_flight=self.step)
+        (lead,) = one.placements
+        stages = (replace(lead, stage=Stage(0, 2)), replace(lead, stage=Stage(2, 4)))
+        return Seen(replace(one, placements=stages), 1.0)
 
     def failed_start(self, name: ModelName, digest: Any) -> None:
         return None
@@ -127,7 +144,9 @@ async def test_a_thousand_nodes(cluster: tuple[Cluster, str], open_tab: Any) -> 
     page = tab.page
     await tab.sign_in(ADMIN_KEY)
     await page.wait_for_selector("#tile-nodes:text-is('1,000')")
-    assert await page.locator("#nodes tr.row").count() <= MAX_ROWS_IN_PAGE
+    for name, rows in (("nodes", NODES), ("links", NODES), ("groups", GROUPS)):
+        await page.wait_for_selector(f"#{name} table[aria-rowcount='{rows + 1}']")
+        assert 0 < await page.locator(f"#{name} tr.row").count() <= MAX_ROWS_IN_PAGE
     # The machine may be busy: the shortest of some is the page's own time.
     assert min(await updates_ms(page, facts, 5)) < UPDATE_MS
     await page.fill("#nodes-find", "host-0777")

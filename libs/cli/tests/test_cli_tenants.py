@@ -55,6 +55,7 @@ USED = {
     "output_tokens": 6,
     "device_s": 2.5,
     "start_device_s": 0.25,
+    "idle_device_s": 12.5,
 }
 
 

@@ -77,3 +77,44 @@ def test_a_year_of_others_takes_no_digits_from_a_share() -> None:
         shares.end("other", number * 30_000.0 + 20_000.0)
     shares.begin("a", 4e7)
     assert shares.end("a", 4e7 + 0.001) == pytest.approx(0.001, rel=1e-4)
+
+
+@given(uses=USES, stays=USES)
+def test_what_nobody_uses_is_divided_among_what_is_kept(uses: list[Use], stays: list[Use]) -> None:
+    expected, nobodys = [0.0] * len(stays), 0.0
+    for tick in range(100):
+        if any(use.begin <= tick < use.begin + use.ticks for use in uses):
+            continue
+        now = [n for n, stay in enumerate(stays) if stay.begin <= tick < stay.begin + stay.ticks]
+        nobodys += TICK_S if now else 0.0
+        for number in now:
+            expected[number] += TICK_S / len(now)
+    shares, had = DeviceShares(), [0.0] * len(stays)
+    moves = [
+        (each.begin + later, order, number)
+        for kinds, begins in ((uses, (0, 1)), (stays, (2, 3)))
+        for number, each in enumerate(kinds)
+        for later, order in ((0, begins[0]), (each.ticks, begins[1]))
+    ]
+    for tick, order, number in sorted(moves):
+        at_s = tick * TICK_S
+        if order == 0:
+            shares.begin(number, at_s)
+        elif order == 1:
+            shares.end(number, at_s)
+        elif order == 2:
+            shares.keep(number, at_s)
+        else:
+            had[number] = shares.give_up(number, at_s)
+    assert had == pytest.approx(expected)
+    assert sum(had) == pytest.approx(nobodys)
+
+
+def test_idle_time_that_is_looked_at_goes_on() -> None:
+    shares = DeviceShares()
+    shares.keep("a", 1.0)
+    shares.keep("b", 3.0)
+    assert shares.idle_s("a", 5.0) == 3.0
+    shares.keep("a", 6.0)
+    assert (shares.idle_s("b", 7.0), shares.give_up("a", 7.0)) == (2.0, 4.0)
+    assert (shares.idle_s("a", 9.0), shares.give_up("b", 9.0)) == (0.0, 4.0)

@@ -302,6 +302,7 @@ async def test_usage_is_what_a_sum_by_hand_says_and_no_more_than_devices_had(
     assert sum(one["requests"] for one in found) == len(usage)
     passed_s = sum(row["device_s"] for row in (*usage, *costs))
     told_s = sum(one["device_s"] + one["start_device_s"] for one in found)
+    assert {one["idle_device_s"] for one in found} == {0.0}
     assert told_s == pytest.approx(passed_s, abs=1e-3)
     last = {**since, "until": "2026-03-02T00:00:00Z"}
     assert (await world.http.get("/usage", params=last)).json()["usage"] == [

@@ -97,6 +97,10 @@ async def test_a_model_that_may_be_registered_elsewhere_is_not_denied(
     await world.register(write_folder(world.models / "tiny", checkpoint_files()))
     with database_away(module_database), pytest.raises(ControlPlaneUnavailable, match="tiny"):
         await other.find("tiny")
+    with database_away(module_database):
+        # What cannot be a name is known without the database.
+        for wrong in ("é" * 40, "a b", "../../etc", "tiny\n", "a" * 129):
+            assert await other.find(wrong) is None
     assert await other.find("tiny") is not None
 
 

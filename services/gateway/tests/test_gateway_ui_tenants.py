@@ -66,7 +66,7 @@ async def test_usage_is_shown_added_up_and_filtered(world: UiWorld) -> None:
     await use(world, "ollama", "fox", 40)
     await world.sign_in()
     whole = await page_of(world, "")
-    assert tiles(whole) == ["3", "30", "9", "1.50 s", "0.0 ms"]
+    assert tiles(whole) == ["3", "30", "9", "1.50 s", "0.0 ms", "0.0 ms"]
     assert len(BODY_ROWS.findall(whole)) == 2
     assert "search team" in whole
     of_fox = await page_of(world, f"model=fox&key_id={key['key_id']}&project=default/default")

@@ -108,3 +108,22 @@ async def test_what_a_load_took_is_in_the_report_of_its_stage(make_rig: MakeRig)
     last = await rig.finish_of()
     assert 0 < last.device_s <= clock.monotonic_s() - begun_s - ready.start_device_s
     assert len(shares) == 0
+
+
+async def test_what_a_stage_had_while_it_was_idle_is_in_its_last_report(make_rig: MakeRig) -> None:
+    """With its load and its requests it is all the time that the device held it."""
+    rig = await make_rig()
+    clock = rig.worker.core.clock
+    begun_s = clock.monotonic_s()
+    await rig.command(rig.a_hold())
+    ready = await rig.state(HeldState.READY)
+    await rig.submit(max_tokens=5)
+    last = await rig.finish_of()
+    await rig.until(lambda: rig.worker.core.table.running == 0)
+    assert await rig.give_up(INSTANCE) == (INSTANCE,)
+    evicted = await rig.state(HeldState.EVICTED)
+    assert ready is not None
+    assert evicted is not None
+    passed_s = clock.monotonic_s() - begun_s
+    assert ready.idle_device_s < evicted.idle_device_s
+    assert 0 < evicted.idle_device_s <= passed_s - evicted.start_device_s - last.device_s

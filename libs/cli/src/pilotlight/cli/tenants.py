@@ -196,14 +196,14 @@ def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as
             f"{one['key_id']} {one['label']}".strip(),
             one["model"],
             *(f"{one[name]:,}" for name in counts),
-            *(f"{one[name]:,.3f}" for name in ("device_s", "start_device_s")),
+            *(f"{one[name]:,.3f}" for name in ("device_s", "start_device_s", "idle_device_s")),
         )
         for one in found["usage"]
     ]
     columns = (
         *("day (UTC)", "project", "key", "model"),
         *(name.replace("_", " ") for name in counts),
-        *("device s", "cold starts s"),
+        *("device s", "cold starts s", "idle s"),
     )
     show_table(columns, rows, "nothing was used")
     return 0

@@ -171,8 +171,7 @@ class HeldStage:
     reason: str = ""
     """Why it failed or was evicted: a code of the error taxonomy and a sentence."""
     kv_capacity_tokens: int = 0
-    """Tokens of prompt and output for which its KV has room, all requests together; 0 while that is
-    not known."""
+    """Tokens of prompt and output for which its KV has room, of all requests; 0: not known yet."""
     loaded: Moment | None = None
     """When the last part was in its place; None before."""
     open: bool = False
@@ -182,8 +181,9 @@ class HeldStage:
     """Where its engine listens for the engines of the instance's other stages; 0: nowhere."""
     loan: KvLoan = KvLoan()
     start_device_s: float = 0.0
-    """Device-seconds that its load took, beside what else used the device then (``device_time``); 0
-    while it loads."""
+    """Device-seconds that its load took, beside others (``device_time``); 0 while it loads."""
+    idle_device_s: float = 0.0
+    """In which it was ready and nobody used the device (``device_time``), as of a minute ago."""
 
     @property
     def kv_reach_tokens(self) -> int:

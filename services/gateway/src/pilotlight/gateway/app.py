@@ -45,6 +45,7 @@ from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
 from pilotlight.gateway.records.audit import AuditLog
 from pilotlight.gateway.records.display import DecisionReader, Display
+from pilotlight.gateway.records.idle_times import IdleTimes
 from pilotlight.gateway.records.recent import RecentReader
 from pilotlight.gateway.records.retention import retention
 from pilotlight.gateway.records.spans import SpanStore
@@ -264,6 +265,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     serving = build_serving(context, DecisionReader(database))
     start_costs = StartCosts(database, clock, background, serving.gateway_id)
     StartWatch(serving.fleet, serving.queue, start_costs)
+    idle_times = IdleTimes(database, clock, background, serving.fleet)
+    serving.fleet.reports.on_news(idle_times.hear)
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
@@ -377,6 +380,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         catalog,
         usage,
         start_costs,
+        idle_times,
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,

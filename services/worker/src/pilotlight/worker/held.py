@@ -12,6 +12,9 @@ from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.phase import Moment
 from pilotlight.worker.lifecycle import HeldView
 
+IDLE_TOLD_EVERY_S = 60.0
+"""What a worker that dies has not told of its idle time is less than this."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StageLoan:
@@ -35,6 +38,25 @@ class StageLoan:
     """What is wanted at least, since requests wait in the engine."""
     refused_until_s: float = 0.0
     """The engine has refused to resize it: it is not asked again before."""
+
+
+@dataclass(slots=True, kw_only=True)
+class IdleTold:
+    """What is told of a stage's idle time: it grows all the time, and is told anew when something
+    else is, or after a while. Else no two reports were the same.
+    """
+
+    device_s: float = 0.0
+    at_s: float = -math.inf
+    in_flight: int = 0
+
+    def is_due(self, now_s: float, in_flight: int) -> bool:
+        """Whether it is to be told anew."""
+        return in_flight != self.in_flight or now_s - self.at_s >= IDLE_TOLD_EVERY_S
+
+    def tell(self, device_s: float, now_s: float, in_flight: int) -> None:
+        """Tell this from now on."""
+        self.device_s, self.at_s, self.in_flight = device_s, now_s, in_flight
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +94,7 @@ class Held:
     loan: StageLoan = field(default_factory=StageLoan)
     start_device_s: float = 0.0
     """What its load had of the device, once it is over."""
+    told_idle: IdleTold = field(default_factory=IdleTold)
 
     @property
     def serves(self) -> bool:
@@ -162,6 +185,7 @@ class Held:
             loaded=self.placed,
             open=self.serves and (self.state is HeldState.LOADING or bool(hold.members)),
             start_device_s=self.start_device_s,
+            idle_device_s=self.told_idle.device_s,
         )
 
 

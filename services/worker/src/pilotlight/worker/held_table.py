@@ -8,7 +8,7 @@ from pilotlight.common.messages.hold import Hold
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.ids import Generation, InstanceId
 from pilotlight.worker.core import WorkerCore
-from pilotlight.worker.held import Held, ServingStage
+from pilotlight.worker.held import Held, IdleTold, ServingStage
 from pilotlight.worker.lifecycle import HeldEvent, step
 
 RETRY_AFTER_S = 0.5
@@ -87,6 +87,10 @@ class HeldTable:
     def facts(self, now_s: float) -> tuple[HeldStage, ...]:
         """What is held, as it is reported."""
         table = self._core.table
+        for one, held in self._held.items():
+            in_flight = table.in_flight(one)
+            if held.state is HeldState.READY and held.told_idle.is_due(now_s, in_flight):
+                held.told_idle.tell(table.shares.idle_s(one, now_s), now_s, in_flight)
         return tuple(
             held.fact(now_s, table.in_flight(one), table.ended_s(one))
             for one, held in self._held.items()
@@ -119,6 +123,10 @@ class HeldTable:
         del self._held[old_id]
         self._core.table.instance_gone(old_id)
         held.hold, held.since_s = hold, self._core.clock.monotonic_s()
+        # What was told of the old instance stays that one's.
+        self._core.table.shares.give_up(old_id, held.since_s)
+        self._core.table.shares.keep(hold.instance_id, held.since_s)
+        held.start_device_s, held.told_idle = 0.0, IdleTold()
         self._held[hold.instance_id] = held
         self._core.changed.set()
 
@@ -127,9 +135,14 @@ class HeldTable:
         state = step(held.state, event)
         held.since_s = self._core.clock.monotonic_s()
         instance_id = held.hold.instance_id
-        had_s = self._core.table.shares.end(instance_id, held.since_s)
+        shares = self._core.table.shares
+        had_s = shares.end(instance_id, held.since_s)
         if event is HeldEvent.LOADED:
             held.start_device_s = had_s
+            shares.keep(instance_id, held.since_s)
+        elif held.state is HeldState.READY and state is not HeldState.READY:
+            idle_s = shares.give_up(instance_id, held.since_s)
+            held.told_idle.tell(idle_s, held.since_s, held.told_idle.in_flight)
         if state is None:
             del self._held[instance_id]
             self._core.table.instance_gone(instance_id)

@@ -163,6 +163,7 @@ def _slow(facts: WorkerFacts) -> WorkerFacts:
             stage,
             in_flight=0,
             idle_s=0.0,
+            idle_device_s=0.0,
             kv_capacity_tokens=stage.kv_reach_tokens,
             loan=replace(stage.loan, lent_bytes=0, wanted_bytes=0, limit_tokens=0),
         )

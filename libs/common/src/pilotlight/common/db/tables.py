@@ -29,6 +29,9 @@ from pilotlight.common.db.artifact_tables import builds as builds
 from pilotlight.common.db.artifact_tables import profiles as profiles
 from pilotlight.common.db.artifact_tables import wants as wants
 from pilotlight.common.db.columns import count, json, key, metadata, row_id, seconds, text, time
+from pilotlight.common.db.device_tables import idle_times as idle_times
+from pilotlight.common.db.device_tables import start_costs as start_costs
+from pilotlight.common.db.device_tables import start_holds as start_holds
 
 OWNERS = ("gateway", "scheduler", "cache", "materializer")
 """Schemas, and the services that write them."""
@@ -136,31 +139,6 @@ usage = Table(
     Index("usage_key_id_at_idx", "key_id", "at"),
     schema="gateway",
 )
-
-start_costs = Table(
-    "start_costs",
-    metadata,
-    key("instance_id"),
-    key("worker_id"),
-    text("model"),
-    Column("at", DateTime(timezone=True), nullable=False, index=True),
-    Column("device_s", Double, nullable=False),
-    schema="gateway",
-)
-"""What the loads of cold starts had of devices, as their workers say."""
-
-start_holds = Table(
-    "start_holds",
-    metadata,
-    key("instance_id"),
-    key("gateway_id"),
-    key("key_id"),
-    count("requests"),
-    Column("at", DateTime(timezone=True), nullable=False, index=True),
-    schema="gateway",
-)
-"""For whom instances were started: requests of each key that one gateway held for the model when it
-heard of the start."""
 
 spans = Table(
     "spans",

@@ -1,5 +1,5 @@
-"""The live view: rows of nodes, models, transfers and cold starts, and what changed in them since a
-client heard of them last.
+"""The live view: rows of nodes, models, transfers, links, groups and cold starts, and what changed
+in them since a client heard of them last.
 
 There is one view for all clients of a gateway, made once a second while there is one. A client
 holds no queue here: it remembers the version that it has seen and is sent the rows that are newer,
@@ -19,7 +19,14 @@ import structlog
 from pilotlight.common.errors import DatabaseUnavailable, QueueFull
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import Signal, cancel_all, pause, woken
-from pilotlight.gateway.admin.live_rows import StartState, model_row, node_row, transfer_row
+from pilotlight.gateway.admin.live_links import GroupRow, LinkRow, group_rows, link_rows
+from pilotlight.gateway.admin.live_rows import (
+    StartState,
+    TransferRow,
+    model_row,
+    node_row,
+    transfer_row,
+)
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.records.recent import StartRow
@@ -43,12 +50,17 @@ SLICE = 100
 """Rows made in a row before other work of the event loop has its turn."""
 
 
+Keyed = TransferRow | LinkRow | GroupRow | StartRow
+
+
 class Topic(StrEnum):
     """What can be followed."""
 
     NODES = "nodes"
     MODELS = "models"
     TRANSFERS = "transfers"
+    LINKS = "links"
+    GROUPS = "groups"
     COLD_STARTS = "cold_starts"
 
 
@@ -244,7 +256,16 @@ class LiveView:
         if self._followed[Topic.MODELS]:
             await self._fill_models(workers)
         if self._followed[Topic.TRANSFERS]:
-            self._fill_transfers(nodes)
+            alive = [node for node in nodes if node.liveness is not Liveness.DEAD]
+            self._fill(
+                Topic.TRANSFERS,
+                [transfer_row(node, one) for node in alive for one in node.transfers],
+            )
+        if self._followed[Topic.LINKS]:
+            self._fill(Topic.LINKS, list(link_rows(nodes)))
+        if self._followed[Topic.GROUPS]:
+            instances = (seen.instance for seen in self._fleet.instances())
+            self._fill(Topic.GROUPS, list(group_rows(instances)))
         if self._followed[Topic.COLD_STARTS]:
             await self._fill_starts()
         self._changed.send()
@@ -335,22 +356,17 @@ class LiveView:
         failed = self._fleet.failed_start(name, digest)
         return StartState(failure=failed.reason if failed is not None else "")
 
-    def _fill_transfers(self, nodes: Sequence[NodeFacts]) -> None:
-        table = self._tables[Topic.TRANSFERS]
-        alive = [node for node in nodes if node.liveness is not Liveness.DEAD]
-        rows = [transfer_row(node, one) for node in alive for one in node.transfers]
+    def _fill(self, topic: Topic, rows: Sequence[Keyed]) -> None:
+        table = self._tables[topic]
         for row in rows:
             table.put(row.key, None, row)
         table.filled([row.key for row in rows])
 
     async def _fill_starts(self) -> None:
-        table = self._tables[Topic.COLD_STARTS]
         try:
             rows = await self._starts.cold_starts()
         except DatabaseUnavailable as error:
             # The rows that are shown stay; the page says by itself that they do not move.
             log.warning("cold starts are not shown", action="live_deferred", error=error.message)
             return
-        for row in rows:
-            table.put(row.key, None, row)
-        table.filled([row.key for row in rows])
+        self._fill(Topic.COLD_STARTS, rows)

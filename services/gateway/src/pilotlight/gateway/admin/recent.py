@@ -100,8 +100,9 @@ def add_stream(app: FastAPI, live: LiveView) -> None:
 
     @app.get("/stream")
     async def stream(topic: Topics) -> Response:
-        """Rows of nodes, models, transfers and cold starts as server-sent events: all of them, then
-        those that change, at most once a second. A comment comes after 10 s without any.
+        """Rows of nodes, models, transfers, links, groups and cold starts as server-sent events:
+        all of them, then those that change, at most once a second. A comment comes after 10 s
+        without any.
         """
         live.check_room()
         topics = list(dict.fromkeys(topic))

@@ -26,7 +26,7 @@ from pilotlight.common.service import Context
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.waiting import cancel_all, within, woken
 from pilotlight.gateway.models.repository import ModelRepository, StoredModel
-from pilotlight.gateway.models.schemas import MAX_NAME_CHARS
+from pilotlight.gateway.models.schemas import may_be_registered
 from pilotlight.gateway.texts.model_text import ModelText
 from pilotlight.gateway.texts.texts import Texts
 from pilotlight.policy.ids import Digest
@@ -110,14 +110,15 @@ class Catalog:
     async def find(self, name: str) -> CatalogEntry | None:
         """One model, or None.
 
-        Looked up where it is not known: another gateway may have registered it a moment ago.
+        Looked up where it is not known: another gateway may have registered it a moment ago. What
+        cannot be a model's name is not, so that such names cost the database nothing.
 
         Raises:
             ControlPlaneUnavailable: it is not known, and the database does not say whether it is
                 registered.
         """
         entry = self.get(name)
-        if entry is not None or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        if entry is not None or not may_be_registered(name):
             return entry
         try:
             await within(FIND_DEADLINE_S, self._models.get(name), "looking up a model")

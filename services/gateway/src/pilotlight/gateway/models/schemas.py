@@ -3,6 +3,7 @@
 Unknown fields are refused: a misspelt option must not be ignored in silence.
 """
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +13,12 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
 """
 MAX_NAME_CHARS = 128
 MAX_MS = 86_400_000.0
+_NAME = re.compile(NAME_PATTERN.rstrip("$"))
+
+
+def may_be_registered(name: str) -> bool:
+    """Whether there can be a model of this name."""
+    return len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name) is not None
 
 
 class Body(BaseModel):

@@ -2,7 +2,8 @@
 
 What a cold start had of devices is divided among the requests that were held for its model when it
 began, on all gateways, evenly. One for which none was, as of a start that an operator asked for, is
-nobody's: it stands in a row without a key.
+nobody's: it stands in a row without a key. So does the time in which a model was loaded and nobody
+used the device: it is its model's, by the beginning of the hour.
 """
 
 import csv
@@ -34,7 +35,7 @@ from pilotlight.common.errors import UnprocessableInput
 
 DAYS = 30
 MAX_ROWS = 20_000
-SECONDS = ("device_s", "start_device_s")
+SECONDS = ("device_s", "start_device_s", "idle_device_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class DayUsage:
     """Device-seconds of its requests."""
     start_device_s: float
     """Of the cold starts that were for them."""
+    idle_device_s: float
+    """In which the model was loaded and nobody used the device; of no key."""
 
 
 class UsageReader:
@@ -124,7 +127,7 @@ class UsageReader:
 
 
 def _used(since: datetime, until: datetime | None) -> Subquery:
-    """Requests, and shares of cold starts, with the columns of both."""
+    """Requests, shares of cold starts, and idle time, with the columns of all."""
     usage, starts = tables.usage, _starts(since, until)
     requests = select(
         usage.c.at,
@@ -136,6 +139,7 @@ def _used(since: datetime, until: datetime | None) -> Subquery:
         usage.c.output_tokens,
         usage.c.device_s,
         literal(0.0).label("start_device_s"),
+        literal(0.0).label("idle_device_s"),
     ).where(usage.c.at >= since)
     if until is not None:
         requests = requests.where(usage.c.at < until)
@@ -161,8 +165,33 @@ def _used(since: datetime, until: datetime | None) -> Subquery:
         *nothing,
         literal(0.0).label("device_s"),
         (starts.c.device_s * func.coalesce(share, 1.0)).label("start_device_s"),
+        literal(0.0).label("idle_device_s"),
     ).join_from(starts, held, held.c.instance_id == starts.c.instance_id, isouter=True)
-    return union_all(requests, shares).subquery()
+    idle = _idle(since, until)
+    idle_shares = select(
+        idle.c.at,
+        literal("").label("key_id"),
+        idle.c.model,
+        *nothing,
+        literal(0.0).label("device_s"),
+        literal(0.0).label("start_device_s"),
+        idle.c.device_s.label("idle_device_s"),
+    )
+    return union_all(requests, shares, idle_shares).subquery()
+
+
+def _idle(since: datetime, until: datetime | None) -> Subquery:
+    """What each hour has more than the one before it, of hours that begin then."""
+    times = tables.idle_times
+    before = func.lag(times.c.device_s, 1, 0.0).over(
+        partition_by=(times.c.instance_id, times.c.worker_id), order_by=times.c.at
+    )
+    # Every hour is looked at: the first that is wanted needs the one before it.
+    wanted = select(
+        times.c.at, times.c.model, (times.c.device_s - before).label("device_s")
+    ).subquery()
+    found = select(wanted).where(wanted.c.at >= since)
+    return (found if until is None else found.where(wanted.c.at < until)).subquery()
 
 
 def _starts(since: datetime, until: datetime | None) -> Subquery:

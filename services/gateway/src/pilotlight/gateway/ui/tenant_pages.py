@@ -22,7 +22,15 @@ ROWS_SHOWN = 500
 """More make a page slow; the CSV has all."""
 _WORD = re.compile(r"[A-Za-z0-9._/-]{0,200}")
 _WORDS = ("project", "key_id", "model")
-_SUMMED = ("requests", "failed", "prompt_tokens", "output_tokens", "device_s", "start_device_s")
+_SUMMED = (
+    "requests",
+    "failed",
+    "prompt_tokens",
+    "output_tokens",
+    "device_s",
+    "start_device_s",
+    "idle_device_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,34 @@ const transfers = new List(document.getElementById("transfers"), {
   ],
 });
 
+const origin = (row) => (row.kind === "peer" ? link(`/ui/nodes/${row.origin}`, short(row.origin)) : row.origin);
+const links = new List(document.getElementById("links"), {
+  label: "Links",
+  key: (row) => row.key,
+  columns: [
+    { title: "From", width: "30%", value: (row) => row.origin, cell: (row) => element("span", { title: row.origin }, origin(row)) },
+    { title: "Kind", width: "12%", value: (row) => row.kind, cell: (row) => row.kind },
+    { title: "To", width: "20%", value: (row) => row.node_id, cell: (row) => link(`/ui/nodes/${row.node_id}`, short(row.node_id)) },
+    { title: "Gave when last busy", width: "16%", number: true, value: (row) => row.bytes_per_s, cell: (row) => (row.bytes_per_s ? `${bytes(row.bytes_per_s)}/s` : "–") },
+    { title: "Fetches now", width: "10%", number: true, value: (row) => row.transfers, cell: (row) => count(row.transfers) },
+    { title: "They have of it", width: "12%", number: true, value: (row) => row.moved_bytes, cell: (row) => (row.transfers ? bytes(row.moved_bytes) : "–") },
+  ],
+});
+
+const layers = (row) => row.stages.map((stage) => `${stage.start}–${stage.stop - 1} on ${short(stage.node_id)}`).join(", ");
+const groups = new List(document.getElementById("groups"), {
+  label: "Groups",
+  key: (row) => row.key,
+  columns: [
+    { title: "Model", width: "22%", value: (row) => row.model, cell: (row) => link(`/ui/models/${row.model}`, row.model) },
+    { title: "State", width: "13%", value: (row) => row.state, cell: (row) => pill(row.state) },
+    { title: "Layers, the lead first", width: "37%", value: layers, cell: (row) => element("small", { title: layers(row) }, layers(row)) },
+    { title: "Nodes", width: "8%", number: true, value: (row) => row.nodes, cell: (row) => count(row.nodes) },
+    { title: "In flight", width: "9%", number: true, value: (row) => row.in_flight, cell: (row) => count(row.in_flight) },
+    { title: "Becomes", width: "11%", number: true, value: (row) => row.targets, cell: (row) => `${count(row.targets)} ${row.targets === 1 ? "instance" : "instances"}` },
+  ],
+});
+
 function tiles(rows) {
   const ready = rows.filter((row) => row.state === "ready").length;
   say("tile-nodes", count(rows.length));
@@ -78,9 +106,10 @@ const matching = () => {
 };
 find.addEventListener("input", matching);
 
-follow(["nodes", "transfers"], (topic, rows) => {
+const lists = { transfers, links, groups };
+follow(["nodes", ...Object.keys(lists)], (topic, rows) => {
   const all = [...rows.values()];
-  if (topic === "transfers") { transfers.show(all); say("transfers-count", all.length ? count(all.length) : ""); return; }
+  if (topic in lists) { lists[topic].show(all); say(`${topic}-count`, all.length ? count(all.length) : ""); return; }
   known = all;
   tiles(known);
   matching();
