@@ -52,16 +52,17 @@ def _sorted_out(
     """The demand that is looked at in any case; of what else waits, who was not refused yet, and
     who was.
     """
-    by_model, models, patience_s = facts.books.by_model, facts.models, rules.turns.patience_s
-    tried = memory.tries.keys() | {one.model for one in facts.refusals}
+    models, backing, patience_s = facts.models, memory.backing, rules.turns.patience_s
+    known = facts.books.by_model.among(one.model for one in facts.demand)
+    known |= memory.tries.keys() | {one.model for one in facts.refusals}
     found, fresh, refused = list[Demand](), list[Waiter](), list[Waiter]()
     for one in facts.demand:
-        name, model = one.model, models.get(one.model)
-        if name in tried or name in by_model:
+        name = one.model
+        if name in known:
             found.append(one)
-        elif model is not None and one.waiting > 0:
-            waits = -one.oldest_age_s / max(patience_s(model), 1e-9), name, one
-            (refused if name in memory.backing else fresh).append(waits)
+        elif name in models and one.waiting > 0:
+            waits = -one.oldest_age_s / max(patience_s(models[name]), 1e-9), name, one
+            (refused if name in backing else fresh).append(waits)
     return found, fresh, refused
 
 
