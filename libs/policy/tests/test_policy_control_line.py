@@ -40,7 +40,9 @@ def by_hand(facts: ControlFacts, memory: Memory, rules: ControlRules) -> set[Mod
     behind = [
         name for name in cold if name not in line and may_try(backing.get(name), facts, rules)
     ]
-    behind.sort(key=lambda name: backing[name].at_s if name in backing else 0.0)
+    behind.sort(
+        key=lambda name: backing[name].at_s if name in backing else facts.now_s - ages_s[name]
+    )
     return {*warm, *line, *behind[: rules.starts_at_once]}
 
 

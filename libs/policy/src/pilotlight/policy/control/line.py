@@ -21,8 +21,8 @@ def looked_at(facts: ControlFacts, memory: Memory, rules: ControlRules) -> tuple
     1. of models that have instances, or whose attempt to start is under way: all
     2. of the others the first of the line, as ``turns.plan_turns`` orders them: room is kept for
        these, whether they may be tried now or not
-    3. behind them as many as a tick begins, of those that may be tried now: first who was tried
-       longest ago, so that everybody has a try at what those before it cannot use
+    3. behind them as many as a tick begins, of those that may be tried now: first who was tried,
+       or came, longest ago, so that everybody has a try at what those before it cannot use
 
     Args:
         facts: What is known; its demand is of all models.
@@ -32,17 +32,15 @@ def looked_at(facts: ControlFacts, memory: Memory, rules: ControlRules) -> tuple
     if len(facts.demand) <= rules.turns.line_limit:
         return facts.demand
     found, fresh, refused = _sorted_out(facts, memory, rules)  # 1
-    limit, more = rules.turns.line_limit, rules.starts_at_once
-    fresh = heapq.nsmallest(limit + more, fresh)
     room = (one for one in refused if memory.backing[one[1]].code == NO_ROOM)
-    line = heapq.nsmallest(limit, (*fresh, *room))  # 2
+    line = heapq.nsmallest(rules.turns.line_limit, (*fresh, *room))  # 2
     ahead = {name for _, name, _ in line}
-    behind = [(0.0, one) for one in fresh if one[1] not in ahead] + [
+    behind = [(facts.now_s - one[2].oldest_age_s, one) for one in fresh if one[1] not in ahead] + [
         (backing.at_s, one)
         for one in refused
         if one[1] not in ahead and may_try(backing := memory.backing[one[1]], facts, rules)
     ]
-    others = heapq.nsmallest(more, behind)  # 3
+    others = heapq.nsmallest(rules.starts_at_once, behind)  # 3
     return (*found, *(one for _, _, one in line), *(one for _, (_, _, one) in others))
 
 
