@@ -12,7 +12,9 @@ from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
 from pilotlight.policy.control.fetches import newcomers
 from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
+from pilotlight.policy.control.line import looked_at
 from pilotlight.policy.control.plan import (
+    NO_ROOM,
     ControlFacts,
     ControlRules,
     Holds,
@@ -24,7 +26,7 @@ from pilotlight.policy.control.plan import (
     WorkerTold,
 )
 from pilotlight.policy.control.reconcile import Change, drain_of, moved, reconcile
-from pilotlight.policy.control.starts import NO_ROOM, Tries
+from pilotlight.policy.control.starts import Tries
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.control.tick import EVICTED, has_learned
 from pilotlight.policy.drain import plan_drain, staying
@@ -115,7 +117,8 @@ def plain_tick(
         fetches: The books of fetches, for a policy of ``coldstart``. They follow from one tick to
             the next: they are taken from the tick that is compared.
     """
-    now_s = facts.now_s
+    now_s, waiting = facts.now_s, {one.model for one in facts.demand}
+    facts = replace(facts, demand=looked_at(facts, memory, rules))
     demand = _with_wanted(facts.demand, memory.wanted, rules)
     used = refreshed(facts.books, facts.workers.values(), {one.model for one in demand}, now_s)
     used = used.without(
@@ -141,7 +144,7 @@ def plain_tick(
     starts = {start.model: start for start in scaled.starts}
     turns = plan_turns(staying(draft.snapshot(demand)), starts, rules.turns, blocked)
     draft.drain(turns.drains)
-    waited_for = {one.model for one in demand} | set(starts)
+    waited_for = waiting | {one.model for one in demand} | set(starts)
 
     def choose(
         model: Model,

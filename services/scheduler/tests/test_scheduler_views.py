@@ -99,11 +99,11 @@ def test_demand_is_summed_over_gateways_and_dropped_with_a_silent_one() -> None:
     assert world.hear_demand(vector("g2", ("m", 3), ("n", 1)), NOW_S + 0.5)
     assert {one.model: one.waiting for one in world.demand(NOW_S + 0.6)} == {"m": 5, "n": 1}
     assert world.demand(NOW_S + 0.6)[0].oldest_age_s == pytest.approx(0.7)
-    assert world.waiting_since_s(ModelName("m")) == NOW_S
+    assert world.waiting_since_s()[ModelName("m")] == NOW_S
     assert {one.model: one.waiting for one in world.demand(NOW_S + 1.2)} == {"m": 3, "n": 1}
     assert world.hear_demand(vector("g2"), NOW_S + 1.3)
     assert world.demand(NOW_S + 1.3) == ()
-    assert world.waiting_since_s(ModelName("m")) is None
+    assert ModelName("m") not in world.waiting_since_s()
 
 
 def test_demand_is_kept_while_nothing_can_be_heard() -> None:

@@ -249,12 +249,8 @@ class Term:
     def _gather(self) -> ControlFacts:
         """What is known now, and what changed since the last tick."""
         world, now_s = self._world, self._clock.monotonic_s()
-        held = world.demand(now_s)
-        demand = self._requests.demand(held, now_s)
-        since_s = {
-            one.model: world.waiting_since_s(one.model) or self._requests.since_s(one.model)
-            for one in demand
-        }
+        demand = self._requests.demand(world.demand(now_s), now_s)
+        waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
         return ControlFacts(
@@ -271,8 +267,8 @@ class Term:
             nodes=world.nodes(),
             models=world.models,
             demand=demand,
-            demand_seen_s={model: at_s for model, at_s in since_s.items() if at_s is not None},
-            awaited=frozenset(one.model for one in held if one.waiting > 0),
+            demand_seen_s={**self._requests.since_s(), **waiting_since_s},
+            awaited=frozenset(waiting_since_s),
             estimates=self.cold_starts.estimates,
             arrivals=world.arrivals.recent(),
             timings=self.cold_starts.timings,

@@ -119,10 +119,9 @@ class OperatorRequests:
         )
         return (*(one for one in held if one.waiting > 0), *asked)
 
-    def since_s(self, model: ModelName) -> float | None:
-        """When the open request to warm the model came; None: there is none."""
-        asked = self._warm.get(model)
-        return asked.since_s if asked is not None else None
+    def since_s(self) -> dict[ModelName, float]:
+        """When the open request to warm a model came, of all models with one."""
+        return {model: one.since_s for model, one in self._warm.items()}
 
     def _check(self) -> None:
         if self._closed is not None:

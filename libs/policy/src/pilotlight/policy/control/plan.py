@@ -22,6 +22,9 @@ from pilotlight.policy.scaling import Drain, ScalingRules
 from pilotlight.policy.targets import Retarget
 from pilotlight.policy.turns import TurnRules
 
+NO_ROOM = "no_room"
+"""Code of the taxonomy (``common.errors``)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRules:

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.making_way import making_way
 from pilotlight.policy.control.rooms import Exact
+from pilotlight.policy.control.shapes import Shape
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.model import Model
@@ -124,21 +125,30 @@ def for_turns(
     crowded = [
         one
         for one in impatient
-        if one.name in fitting and _places(one, found, draft, room_on) < claims
+        if one.name in fitting and not _has_places(one, found, draft, room_on, claims)
     ]
     if crowded:
         ways = making_way([*asking, *crowded], draft, claims)
     return ways.union(found)
 
 
-def _places(model: Model, workers: AbstractSet[WorkerId], draft: Draft, room_on: Exact) -> int:
-    """On how many workers there is room for a model."""
-    count = 0
-    for worker_id in workers - _having(model.name, draft):
+def _has_places(
+    model: Model, workers: AbstractSet[WorkerId], draft: Draft, room_on: Exact, count: int
+) -> bool:
+    """Whether on so many workers at least there is room for a model."""
+    if len(workers) < count:
+        return False
+    having, pools = _having(model.name, draft), dict[Shape, bool]()
+    for worker_id in workers:
         slot = draft.rooms.slots.find(worker_id)
-        if slot is not None and slot.shape is not None and slot.shape.pool_holds(model):
-            count += _has_room(model, worker_id, draft, room_on)
-    return count
+        if slot is None or slot.shape is None or worker_id in having:
+            continue
+        if slot.shape not in pools:
+            pools[slot.shape] = slot.shape.pool_holds(model)
+        count -= pools[slot.shape] and _has_room(model, worker_id, draft, room_on)
+        if count <= 0:
+            return True
+    return count <= 0
 
 
 def _has_room(model: Model, worker_id: WorkerId, draft: Draft, room_on: Exact) -> bool:

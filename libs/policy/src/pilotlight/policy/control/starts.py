@@ -7,7 +7,9 @@ from functools import partial
 from typing import Protocol
 
 from pilotlight.policy.control.books import Books, Record
+from pilotlight.policy.control.line import may_try
 from pilotlight.policy.control.plan import (
+    NO_ROOM,
     Backing,
     ControlFacts,
     ControlRules,
@@ -30,8 +32,8 @@ from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Start
 from pilotlight.policy.turns import Turn
 
-NO_ROOM, NO_WORKER = "no_room", "no_worker"
-"""Codes of the taxonomy (``common.errors``)."""
+NO_WORKER = "no_worker"
+"""Code of the taxonomy (``common.errors``)."""
 AHEAD = "ahead"
 """Of a start ahead of requests, which found no free room."""
 
@@ -245,16 +247,10 @@ class Tries:
 
     def _may_try(self, start: Start) -> bool:
         waits = self.backing.get(start.model)
-        now_s = self._facts.now_s
         if waits is not None and waits.code == AHEAD and not start.ahead:  # 6
             del self.backing[start.model]
             return True
-        if waits is None or now_s >= waits.retry_at_s:
-            return True
-        return (
-            waits.world_version != self._facts.world_version
-            and now_s - waits.at_s >= self._rules.retry_at_once_s
-        )
+        return may_try(waits, self._facts, self._rules)
 
     def _refuse(
         self,

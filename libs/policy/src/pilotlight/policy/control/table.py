@@ -41,6 +41,11 @@ class Table(Mapping[Key, Value]):
         """The value of a key; None where there is none."""
         return self._chunks[hash(key) % CHUNKS].get(key)
 
+    def among(self, keys: Iterable[Key]) -> set[Key]:
+        """Those of many keys that are here."""
+        chunks = self._chunks
+        return {key for key in keys if key in chunks[hash(key) % CHUNKS]}
+
     def __contains__(self, key: object) -> bool:
         return key in self._chunks[hash(key) % CHUNKS]
 

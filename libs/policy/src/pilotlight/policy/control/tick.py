@@ -16,7 +16,8 @@ Pure; the scheduler and the simulator drive it alike.
 10. holds: told on change, when a report disagrees, and from time to time (``telling``)
 
 Each step looks at what changed since the last tick, at what falls due by time alone, at models with
-demand, and at what the last tick decided. Everything else is at rest: the same policies, asked
+demand, and at what the last tick decided. Of models that wait and have no instance it looks at the
+first of the line and a few behind them (``line``). Everything else is at rest: the same policies, asked
 again, would say nothing new. A tick without an index in its memory, and one that is not told what
 changed, look at everything.
 """
@@ -32,12 +33,13 @@ from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.focus import Dues, Focus
 from pilotlight.policy.control.growing import plan_growth
 from pilotlight.policy.control.index import Index
+from pilotlight.policy.control.line import looked_at
 from pilotlight.policy.control.look import Look, instances_due, models_due
-from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
+from pilotlight.policy.control.plan import NO_ROOM, ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import reconcile, retargeted
 from pilotlight.policy.control.repairing import Spares, with_repairs
 from pilotlight.policy.control.shortlist import for_start, for_turns
-from pilotlight.policy.control.starts import NO_ROOM, Tries
+from pilotlight.policy.control.starts import Tries
 from pilotlight.policy.control.telling import telling
 from pilotlight.policy.drain import DrainPlan, plan_drain, staying
 from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
@@ -58,6 +60,8 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         memory: What the tick before handed on.
         rules: Figures of the decisions.
     """
+    asked = frozenset(one.model for one in facts.demand)
+    facts = replace(facts, demand=looked_at(facts, memory, rules))
     look = Look(facts, memory)
     used = look.read(_with_wanted(facts.demand, memory.wanted, rules))
     records = look.records(used)
@@ -75,12 +79,19 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
     else:
         draft.hear(look.workers, look.nodes)
         draft.follow_fetches(look.instances, look.nodes)
-        plan = replace(_decided(look, draft, memory), books=used.settled(), changes=changes)
+        plan = replace(_decided(look, draft, memory, asked), books=used.settled(), changes=changes)
     return replace(plan, visited=replace(plan.visited, instances=len(records)))
 
 
-def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
-    """Steps 3 to 10."""
+def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelName]) -> Plan:
+    """Steps 3 to 10.
+
+    Args:
+        look: What is looked at.
+        draft: The world.
+        memory: What the tick before handed on.
+        asked: Models with demand, also those that are not looked at.
+    """
     facts, rules, used = draft.facts, draft.rules, draft.books
     # Those of starts that this tick decides are booked by the next one, under their own names.
     fetches = draft.fetches
@@ -107,7 +118,7 @@ def _decided(look: Look, draft: Draft, memory: Memory) -> Plan:
     turns, places = _turns(starts, draft, demand, memory)  # 7
     draft.drain(turns.drains)
     tries = Tries(
-        facts, memory, rules, waited_for | set(starts), partial(choose_among, draft=draft)
+        facts, memory, rules, waited_for | starts.keys() | asked, partial(choose_among, draft=draft)
     )
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 8
     changed = (draft.books.records[one] for one in draft.seen(look.instances))
@@ -232,7 +243,8 @@ def _turns(
     if not starts and not demand:
         return TurnPlan(), 0
     rules = draft.rules.turns
-    blocked = frozenset(model for model, one in memory.backing.items() if one.code != NO_ROOM)
+    backing = ((model, memory.backing.get(model)) for model in starts)
+    blocked = frozenset(model for model, one in backing if one is not None and one.code != NO_ROOM)
     workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
     books = draft.books
     present = {

@@ -1,0 +1,120 @@
+"""Of thousands of models that wait a tick looks at a few, and no one of them waits in vain."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_control import said
+
+from pilotlight.policy.control.focus import NOTHING
+from pilotlight.policy.control.line import looked_at, may_try
+from pilotlight.policy.control.plan import NO_ROOM, Backing, ControlFacts, ControlRules, Memory
+from pilotlight.policy.control.testing import LargeCluster, Size
+from pilotlight.policy.ids import ModelName
+from pilotlight.policy.turns import TurnRules
+
+SMALL = Size(nodes=10, workers_per_node=2, models=300, instances=10)
+OTHER = "no_worker"
+
+
+def refused(at_s: float, retry_at_s: float, code: str = NO_ROOM, version: int = 0) -> Backing:
+    return Backing(attempts=1, at_s=at_s, retry_at_s=retry_at_s, world_version=version, code=code)
+
+
+def by_hand(facts: ControlFacts, memory: Memory, rules: ControlRules) -> set[ModelName]:
+    """What the docstring of ``looked_at`` says, by sorting everybody."""
+    limit = rules.turns.line_limit
+    names = {one.model for one in facts.demand}
+    if len(names) <= limit:
+        return names
+    warm = {name for name in names if name in facts.books.by_model}
+    ages_s = {one.model: one.oldest_age_s for one in facts.demand}
+    cold = sorted(
+        names - warm,
+        key=lambda name: (-ages_s[name] / rules.turns.patience_s(facts.models[name]), name),
+    )
+    backing = memory.backing
+    line = [name for name in cold if name not in backing or backing[name].code == NO_ROOM][:limit]
+    behind = [
+        name for name in cold if name not in line and may_try(backing.get(name), facts, rules)
+    ]
+    behind.sort(
+        key=lambda name: backing[name].at_s if name in backing else facts.now_s - ages_s[name]
+    )
+    return {*warm, *line, *behind[: rules.starts_at_once]}
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_it_is_the_first_of_the_line_and_who_was_tried_longest_ago(
+    random: Random, line_limit: int, starts_at_once: int
+) -> None:
+    cluster = CLUSTER.kept()
+    cluster.ask(0, count=random.randint(0, 40))
+    warm = [
+        replace(one, model=name)
+        for one, name in zip(cluster.demand[:3], cluster.models, strict=False)
+    ]
+    cluster.demand = (
+        *(replace(one, oldest_age_s=random.choice([0.1, 1.0, 5.0])) for one in cluster.demand),
+        *warm,
+    )
+    now_s = cluster.now_s
+    memory = Memory(
+        backing={
+            one.model: refused(
+                at_s=now_s - random.choice([0.05, 0.2, 3.0]),
+                retry_at_s=now_s + random.choice([-0.1, 0.5]),
+                code=random.choice([NO_ROOM, OTHER]),
+                version=cluster.version - random.choice([0, 1]),
+            )
+            for one in cluster.demand
+            if random.random() < 0.6
+        }
+    )
+    rules = replace(
+        cluster.rules, turns=TurnRules(line_limit=line_limit), starts_at_once=starts_at_once
+    )
+    facts = cluster.facts(NOTHING)
+    found = looked_at(facts, memory, rules)
+    assert {one.model for one in found} == by_hand(facts, memory, rules)
+    assert len({one.model for one in found}) == len(found)
+
+
+CLUSTER = LargeCluster(SMALL)
+
+
+def test_everybody_starts_in_the_end_with_room() -> None:
+    cluster = CLUSTER.kept()
+    cluster.ask(0, count=200)
+    waiting, started = {one.model for one in cluster.demand}, set[ModelName]()
+    for _ in range(200):
+        plan = cluster.tick()
+        assert said(plan) == said(cluster.tick(None)), "as a look at everything says"
+        assert plan.visited.models <= 64 + 3 * 8
+        assert len({one.model.name for one in plan.start} & started) == 0
+        started |= {one.model.name for one in plan.start}
+        cluster.carry_out(plan)
+        cluster.demand = tuple(one for one in cluster.demand if one.model not in started)
+        if started == waiting:
+            return
+    pytest.fail(f"{len(waiting - started)} models were never started")
+
+
+def test_everybody_is_tried_in_turn_without_room() -> None:
+    """Those behind a line that nothing fits for are tried, and keep their pauses meanwhile."""
+    cluster = CLUSTER.kept()
+    cluster.crowd(load_s=1000.0)
+    cluster.ask(0, count=200, age_s=100.0)
+    waiting, tried = {one.model for one in cluster.demand}, set[ModelName]()
+    for _ in range(40):
+        cluster.version += 1
+        plan = cluster.tick()
+        assert said(plan) == said(cluster.tick(None)), "as a look at everything says"
+        assert len(plan.refuse) <= 64 + 8
+        tried |= {one.model for one in plan.refuse}
+        cluster.carry_out(plan)
+        assert tried == plan.memory.backing.keys()
+    assert tried == waiting
