@@ -42,7 +42,9 @@ class ImageMaker:
         for kernel in kernels:
             text = self.add(f".text.{kernel}", kernel.encode() * 50 + code, 1, 6)
             self.symbols.append((kernel, 0x12, KERNEL, text))
-            bank = self.add(f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2 | belongs, info=text)
+            bank = self.add(
+                f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2 | belongs, info=text
+            )
             self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
         number = {name: index for index, (name, *_) in enumerate(self.symbols)}
         for kernel in kernels:
