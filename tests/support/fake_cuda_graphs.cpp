@@ -33,7 +33,7 @@ struct Function {
     std::vector<std::pair<std::size_t, std::size_t>> params;  // offsets and bytes
     std::size_t param_bytes = 0;
     int registers = 0, threads = 1024;
-    bool threads_required = false;
+    bool threads_required = false, is_loaded = false, is_silent = false;
     std::map<int, int> attributes;
 };
 
@@ -90,6 +90,7 @@ struct Exec {
 
 std::map<Module *, std::unique_ptr<Module>> modules;
 std::set<Function *> functions;
+int silence = 0;  // of which modules no kernel's parameters are told: of none, of all (1), of those that were pruned (2)
 std::map<Graph *, std::unique_ptr<Graph>> graphs;
 
 template <class Value>
@@ -135,9 +136,12 @@ bool read_image(const char *image, Module *module) {
     auto body = [&](std::uint32_t number) { return std::string(image + head(number, 24), head(number, 32)); };
     auto word = [&](std::uint32_t number, std::size_t place) { return static_cast<std::uint32_t>(head(number, place)); };
     std::map<std::string, std::string> sections;
+    std::map<std::string, std::string> of_code;  // the code that a kernel's notes and constants say they belong to
     std::string strings, symbols, symbol_names, all = body(names);
     for (std::uint32_t number = 1; number < count; number++) {
-        sections[all.c_str() + word(number, 0)] = body(number);
+        std::string called = all.c_str() + word(number, 0);
+        sections[called] = body(number);
+        if (std::uint32_t code = word(number, 44); code < count) of_code[called] = all.c_str() + word(code, 0);
         if (word(number, 4) == 2) symbols = body(number), symbol_names = body(word(number, 40));
     }
     std::vector<std::string> named;
@@ -150,7 +154,9 @@ bool read_image(const char *image, Module *module) {
         function->name = name;
         function->code = sections[".text." + name];
         function->attributes[MAX_DYNAMIC_SHARED] = DEFAULT_SHARED_BYTES;
-        read_notes(sections[".nv.info." + name], function.get());
+        auto belongs = [&](const char *prefix) { return of_code[prefix + name] == ".text." + name; };
+        if (belongs(".nv.info.") && belongs(".nv.constant0.")) read_notes(sections[".nv.info." + name], function.get());
+        function->is_silent = silence == 1 || (silence == 2 && !sections.count(".debug_frame"));
         functions.insert(function.get());
         module->functions[name] = std::move(function);
     }
@@ -181,6 +187,7 @@ int add(Graph *graph, Node *const *before, const EdgeData *data, std::size_t cou
 int kernel_node(const KernelParams &given, Node *node) {
     Function *function = given.func;
     if (!functions.count(function)) return INVALID_HANDLE;
+    function->is_loaded = true;
     if (given.context && given.context != fake_context()) return INVALID_VALUE;
     std::uint64_t threads = std::uint64_t(given.block[0]) * given.block[1] * given.block[2];
     for (unsigned size : given.grid)
@@ -202,7 +209,7 @@ int kernel_node(const KernelParams &given, Node *node) {
         if (!buffer || bytes != function->param_bytes) return INVALID_VALUE;
         node->bytes.assign(buffer, bytes);
         node->packed = true;
-    } else if (function->param_bytes) {
+    } else if (function->param_bytes && !function->is_silent) {
         if (!given.params) return INVALID_VALUE;
         for (std::size_t param = 0; param < function->params.size(); param++) {
             if (!given.params[param]) return INVALID_VALUE;
@@ -264,6 +271,12 @@ int cuModuleEnumerateFunctions(Function **found, unsigned count, Module *module)
         if (count && count--) *found++ = function.get();
     return 0;
 }
+int cuFuncLoad(Function *function) {
+    if (!functions.count(function)) return INVALID_HANDLE;
+    function->is_loaded = true;
+    return 0;
+}
+void fake_silence(int of) { silence = of; }
 int cuFuncGetName(const char **name, Function *function) { return *name = function->name.c_str(), 0; }
 int cuFuncGetModule(Module **module, Function *function) {
     if (!functions.count(function)) return INVALID_HANDLE;
@@ -271,7 +284,7 @@ int cuFuncGetModule(Module **module, Function *function) {
     return 0;
 }
 int cuFuncGetParamInfo(Function *function, std::size_t param, std::size_t *offset, std::size_t *bytes) {
-    if (param >= function->params.size()) return INVALID_VALUE;
+    if (!function->is_loaded || function->is_silent || param >= function->params.size()) return INVALID_VALUE;
     std::tie(*offset, *bytes) = function->params[param];
     return 0;
 }

@@ -28,10 +28,12 @@ class ImageMaker:
     """An image of the form that the driver's compiler gives: a section of code, notes and constants
     for each kernel.
 
-    All kernels have ``code`` and ``notes`` beside their own.
+    All kernels have ``code`` and ``notes`` beside their own. Older compilers name a kernel's code
+    in its notes and constants as the younger ones do, and set no flag for that.
     """
 
-    def __init__(self, kernels, functions=("helper",), code=b"", notes=b""):
+    def __init__(self, kernels, functions=("helper",), code=b"", notes=b"", *, old=False):
+        belongs = 0 if old else 0x40
         self.names, self.bodies, self.kinds = [""], [b""], [(0, 0, 0, 0)]  # type, flags, link, info
         self.symbols = [("", 0, 0, 0)]  # name, info, other, section
         for function in functions:
@@ -40,7 +42,9 @@ class ImageMaker:
         for kernel in kernels:
             text = self.add(f".text.{kernel}", kernel.encode() * 50 + code, 1, 6)
             self.symbols.append((kernel, 0x12, KERNEL, text))
-            bank = self.add(f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2, info=text)
+            bank = self.add(
+                f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2 | belongs, info=text
+            )
             self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
         number = {name: index for index, (name, *_) in enumerate(self.symbols)}
         for kernel in kernels:
@@ -53,7 +57,7 @@ class ImageMaker:
                 f".nv.info.{kernel}",
                 own + notes,
                 NV_INFO,
-                0x40,
+                belongs,
                 info=self.names.index(f".text.{kernel}"),
             )
             relocation = struct.pack("<QQq", 8, number[functions[0]] << 32 | 2, 0)

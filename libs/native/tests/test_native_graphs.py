@@ -131,7 +131,9 @@ def rig() -> Iterator[Rig]:
     device = Device(0, fake.path)
     arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
     arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
-    yield Rig(Driver(ctypes.CDLL(fake.path)), device, arena)
+    driver = Driver(ctypes.CDLL(fake.path))
+    yield Rig(driver, device, arena)
+    driver.fake.fake_silence(0)
     fake.reset()
     arena.close()
 
@@ -228,6 +230,71 @@ def test_a_node_that_the_driver_refuses_is_described(rig: Rig) -> None:
         "at most 32 threads",
     ):
         assert said in str(refused.value)
+    archive.close()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_pruned_image_has_its_kernels_form(rig: Rig, old: bool) -> None:
+    """Notes and constants follow their code to its new number, whatever compiler made them."""
+    names = [name_of_its_own() for _ in range(5)]
+    image = ImageMaker(names, notes=form_notes((8, 8), 128), old=old).image()
+    function = rig.driver.load(image, names[3])
+    add_image(image, function)
+    graph = rig.driver.graph()
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    rig.fill()
+    rig.driver.replay(graph)
+    expected = rig.found
+    dump = rig.dump(_8=graph)
+    assert (dump.images_whole, dump.params_unknown) == (0, 0)
+    assert dump.image_bytes < len(image) / 2
+    archive = rig.archive(dump.archive)
+    archive.build(8)
+    rig.fill()
+    archive.launch(8)
+    assert rig.found == expected
+    archive.close()
+
+
+def test_an_image_whose_smaller_one_is_another_is_kept_whole(rig: Rig) -> None:
+    """Whatever it is in it that the driver misses."""
+    names = [name_of_its_own() for _ in range(5)]
+    image = ImageMaker(names, notes=form_notes((8, 8), 128)).image()
+    function = rig.driver.load(image, names[3])
+    add_image(image, function)
+    graph = rig.driver.graph()
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    rig.driver.fake.fake_silence(2)
+    dump = rig.dump(_8=graph)
+    assert (dump.images_whole, dump.params_unknown) == (1, 0)
+    assert dump.archive.count(image) == 1
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_driver_that_is_silent_about_parameters(rig: Rig, others: int) -> None:
+    """They are as captured where nothing else has the kernel's name, and given in one buffer."""
+    name, graph = name_of_its_own(), rig.driver.graph()
+    image = image_of(name, b"code")
+    function = rig.driver.load(image, name)
+    add_image(image, function)
+    for _ in range(others):
+        add_image(image_of(name, b"other"))
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    rig.fill()
+    rig.driver.replay(graph)
+    expected = rig.found
+    rig.driver.fake.fake_silence(1)
+    if others:
+        with pytest.raises(NativeError, match=r"that name: parameters none, not 0\+8 8\+8"):
+            rig.dump(_8=graph)
+        return
+    dump = rig.dump(_8=graph)
+    assert dump.params_unknown == 1
+    archive = rig.archive(dump.archive)
+    archive.build(8)
+    rig.fill()
+    archive.launch(8)
+    assert rig.found == expected
     archive.close()
 
 

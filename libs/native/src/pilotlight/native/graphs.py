@@ -31,6 +31,10 @@ class GraphDump:
     addresses_outside: int
     """Those that are addresses of other device memory or of pinned memory: unless it is 0, the
     archive fits this process alone."""
+    images_whole: int = 0
+    """Those kept with all of their kernels: the driver said other things of the used ones alone."""
+    params_unknown: int = 0
+    """Kernels of which the driver says no parameters when their image is loaded again."""
 
 
 def cupti_path() -> str:
@@ -122,7 +126,7 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
         (c_uint64 * len(graphs))(*numbers) for numbers in (graphs.values(), graphs.keys())
     )
     (place, archive), (length, num_bytes) = out(c_void_p), out(c_uint64)
-    report = (c_uint64 * 6)()
+    report = (c_uint64 * 8)()
     native.call(
         "graphs_dump",
         handles,

@@ -154,5 +154,13 @@ class GraphRecorder:
 
 
 def _facts(dump: GraphDump) -> dict[str, int]:
-    names = ("nodes", "kernels", "images", "image_bytes", "addresses_inside")
-    return {"bytes": len(dump.archive), **{name: getattr(dump, name) for name in names}}
+    return {
+        "bytes": len(dump.archive),
+        "nodes": dump.nodes,
+        "kernels": dump.kernels,
+        "images": dump.images,
+        "image_bytes": dump.image_bytes,
+        "images_whole": dump.images_whole,
+        "params_unknown": dump.params_unknown,
+        "addresses_inside": dump.addresses_inside,
+    }

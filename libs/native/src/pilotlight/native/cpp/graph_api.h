@@ -85,6 +85,7 @@ inline void *const PARAM_BUFFER_SIZE = reinterpret_cast<void *>(2);
     X(func_get_name, cuFuncGetName, (const char **, CUfunction))                                                              \
     X(func_get_module, cuFuncGetModule, (CUmodule *, CUfunction))                                                             \
     X(func_get_param, cuFuncGetParamInfo, (CUfunction, std::size_t, std::size_t *, std::size_t *))                            \
+    X(func_load, cuFuncLoad, (CUfunction))                                                                                    \
     X(func_get_attribute, cuFuncGetAttribute, (int *, int, CUfunction))                                                       \
     X(func_set_attribute, cuFuncSetAttribute, (CUfunction, int, int))                                                         \
     X(kernel_get_function, cuKernelGetFunction, (CUfunction *, CUkernel))                                                     \

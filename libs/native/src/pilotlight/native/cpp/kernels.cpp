@@ -34,6 +34,14 @@ KernelForm form_of(CUfunction function) {
     return form;
 }
 
+int load_kernel(CUmodule module, const char *name, CUfunction *function) {
+    PILOTLIGHT_TRY(graph_driver().module_get_function(function, module, name));
+    PILOTLIGHT_TRY(graph_driver().func_load(*function));
+    return OK;
+}
+
+bool is_silent(const KernelForm &wanted, const KernelForm &found) { return found.params.empty() && !wanted.params.empty(); }
+
 std::string layout_text(const std::uint32_t *params, std::size_t count) {
     std::string text;
     for (std::size_t param = 0; param < count; param++)

@@ -21,6 +21,12 @@ struct KernelForm {
 
 KernelForm form_of(CUfunction function);
 
+// A module's kernel, loaded whole: modules may be loaded lazily, and of a kernel that is not there yet the driver need not say its form.
+int load_kernel(CUmodule module, const char *name, CUfunction *function);
+
+// Whether the driver says nothing of parameters that there are: it then copies none from places, and takes them in one buffer alone.
+bool is_silent(const KernelForm &wanted, const KernelForm &found);
+
 // "0+8 8+8 16+4": offsets and bytes.
 std::string layout_text(const std::uint32_t *params, std::size_t count);
 

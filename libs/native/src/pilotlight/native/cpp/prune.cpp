@@ -133,6 +133,13 @@ struct Pruner {
         return elf.contents[number];
     }
 
+    // Its notes, constants and memory name a kernel's code by the number of its section; only younger compilers have a flag for that.
+    static bool of_kernel(const std::string &name) {
+        return std::any_of(std::begin(OF_A_KERNEL), std::end(OF_A_KERNEL), [&name](const std::string &prefix) {
+            return name.compare(0, prefix.size(), prefix) == 0;
+        });
+    }
+
     Section described(std::size_t number) {
         Section section = elf.sections[number];
         const std::string &name = elf.names[number];
@@ -142,7 +149,7 @@ struct Pruner {
             section.info = num_local;
         else if (name.compare(0, 6, ".text.") == 0)  // a kernel's symbol, below its number of registers
             section.info = (section.info & 0xff000000) | renumbered(section.info & 0xffffff);
-        else if (section.type == RELA || section.type == REL || (section.flags & INFO_IS_SECTION))
+        else if (section.type == RELA || section.type == REL || (section.flags & INFO_IS_SECTION) || of_kernel(name))
             section.info = moved(section.info);
         return section;
     }

@@ -52,6 +52,7 @@ class Archive {
         graphs_ = reinterpret_cast<const GraphEntry *>(at(header_.graphs));
         modules_.resize(header_.num_images);
         functions_.resize(header_.num_kernels);
+        silent_.resize(header_.num_kernels);
         execs_.resize(header_.num_graphs);
     }
 
@@ -139,11 +140,14 @@ class Archive {
             CUmodule &module = modules_[kernel.image];
             if (!module) PILOTLIGHT_TRY(graph_driver().module_load(&module, at(images_[kernel.image].start)));
             CUfunction loaded = nullptr;
-            PILOTLIGHT_TRY(graph_driver().module_get_function(&loaded, module, at(kernel.name)));
+            if (int failed = load_kernel(module, at(kernel.name), &loaded)) return failed;
             // The driver reads as many parameters as the kernel has, from wherever it is told.
             KernelForm form = form_of(loaded);
             auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
-            if (form.params != std::vector<std::uint32_t>(layout, layout + 2 * kernel.num_params))
+            KernelForm recorded;
+            recorded.params.assign(layout, layout + 2 * kernel.num_params);
+            silent_[number] = is_silent(recorded, form);
+            if (!silent_[number] && form.params != recorded.params)
                 return fail(MISUSED, std::string("the kernel ") + at(kernel.name) + " takes parameters " +
                                          layout_text(form.params.data(), form.params.size() / 2) + " as loaded, and " +
                                          layout_text(layout, kernel.num_params) + " were recorded");
@@ -259,7 +263,7 @@ class Archive {
         std::vector<void *> places;
         auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
         for (std::uint32_t param = 0; param < kernel.num_params; param++) places.push_back(const_cast<char *>(params) + layout[2 * param]);
-        if (node.packed)
+        if (node.packed || silent_[node.kernel])
             given.extra = packed;
         else
             given.kernelParams = places.data();
@@ -290,6 +294,7 @@ class Archive {
     const GraphEntry *graphs_;
     std::vector<CUmodule> modules_;
     std::vector<CUfunction> functions_;
+    std::vector<bool> silent_;  // of which the driver says no parameters
     std::vector<CUgraphExec> execs_;
     std::mutex lock_;
 };
