@@ -1,8 +1,8 @@
 """What requests are promised (their model's SLO), and what a step may hold so that it is kept.
 
-As long as nothing is in danger, nothing is done for it: prompts run first come, first served. Beside
-streams they are cut as without promises, whatever is in danger: whole, they run at lengths that no
-step had before. If their kernels compile, the next first token is in danger, too.
+As long as nothing is in danger, nothing is done for it: prompts run first come, first served.
+Beside streams they are cut as without promises, whatever is in danger: whole, they run at lengths
+that no step had before, and if their kernels compile, the next first token is in danger, too.
 There are three questions:
 
 1. *Who is next?* Of those that wait, as many as can be are to have their first token in time:
