@@ -3,11 +3,12 @@ bench-promises``.
 
 The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with its lookahead, under
 what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draw of
-its own runs and four others, and short prompts at a number of clients. Steps take what they took on
-an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared are steps that keep
-promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them:
-up to 8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at
-most 200 ms, TPOT of at most 20 ms.
+its own runs and four others, and short prompts at a number of clients. Then conversations alone on
+an instance that has learned nothing, whose kernels compile or whose predictions are wrong. Steps
+take what they took on an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared
+are steps that keep promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's
+defaults make them: up to 8,192 tokens, first come, first served, on the same device. Goodput is as
+there: TTFT of at most 200 ms, TPOT of at most 20 ms.
 
 Prints one JSON document in the form of ``bench/results``.
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 import promises_device as device
 import served_gpu_load as load
-from promises_device import Asked, Served
+from promises_device import Asked, Served, Trial
 from served_gpu import OUTPUT_TOKENS, PROMPT_TOKENS, SEED, TURNS, commit, conversations, machine
 from served_gpu_up import NO_SLO_MS
 
@@ -46,6 +47,13 @@ WAYS = {
     "not kept": NOT_KEPT,
     "vLLM's defaults": BatchLimits(step_tokens=8192, running=256, prefix_cache=False),
 }
+TRIALS = {
+    "nothing learned": Trial(),
+    "kernels compile": Trial(compiled_steps=3),
+    "predictions 30 % short": Trial(predicted=0.7),
+    "predictions 30 % long": Trial(predicted=1.3),
+}
+TRIED = {"4B": (16.0,), "8B": (12.0, 24.0)}
 UNITS = {"output_tokens_per_s": "tokens/s", "goodput_per_s": "good requests/s"}
 """Everything else is milliseconds."""
 
@@ -72,11 +80,20 @@ def served(shape: str, limits: BatchLimits, draw: int) -> dict[str, dict[str, fl
     for clients in TURNS:
         short = [Asked(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * (clients * TURNS[clients])
         found[f"{clients} concurrent"] = load.figures(instance.in_turn(short, clients, NO_SLO))
-    for place, rate in enumerate(RATES[shape]):
-        asked = conversation(rate, SEED + BEFORE + place + OTHERS_APART * draw)
-        answers = instance.arriving(asked, SLO)
+    for rate in RATES[shape]:
+        answers = instance.arriving(conversation(rate, seed_of(shape, rate, draw)), SLO)
         found[f"AzureConv at {rate:g}/s"] = load.figures(answers, rate)
+    for name, trial in TRIALS.items():
+        instance = Served(device.DEVICES[shape], limits, draw, trial)
+        for rate in TRIED[shape]:
+            answers = instance.arriving(conversation(rate, seed_of(shape, rate, draw)), SLO)
+            found[f"AzureConv at {rate:g}/s, {name}"] = load.figures(answers, rate)
     return found
+
+
+def seed_of(shape: str, rate_per_s: float, draw: int) -> int:
+    """Of the conversations that ``bench/served_gpu.py`` draws; of others with other draws."""
+    return SEED + BEFORE + RATES[shape].index(rate_per_s) + OTHERS_APART * draw
 
 
 def rows_of(shape: str, common: Mapping[str, str]) -> list[dict[str, Any]]:

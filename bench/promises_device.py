@@ -5,7 +5,8 @@ The figures of a device are fitted to what was served on an H200 (docs/benchmark
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from served_gpu_client import Answer
@@ -14,6 +15,7 @@ from pilotlight.engine.core.batch import Batch, Plan
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
@@ -31,6 +33,10 @@ TOKENIZED_S = 0.0007
 IDLE_S = 0.0005
 NOISE = (0.97, 1.06)
 FIRST_STREAMS = 8
+COMPILING = (2.0, 3.0)
+"""A step whose kernels compile takes so many times as long."""
+SIZE_TOKENS = 512
+"""Prompts of a step that differ by less are of one size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,42 @@ DEVICES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """What goes wrong beside the load."""
+
+    compiled_steps: int = 0
+    """As many steps of each new size of prompts take ``COMPILING`` times as long."""
+    predicted: float = 1.0
+    """What is predicted, as a part of what was learned."""
+
+
+class WrongPace(Pace):
+    """Learns as ever, and predicts a share of it."""
+
+    __slots__ = ("_share",)
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def streams_s(self, contexts: Iterable[int]) -> float | None:
+        """As learned, times the share."""
+        seconds = super().streams_s(contexts)
+        return None if seconds is None else seconds * self._share
+
+    @property
+    def launches_s(self) -> float:
+        """As learned, times the share."""
+        return super().launches_s * self._share
+
+    @property
+    def prompt_token_s(self) -> float | None:
+        """As learned, times the share."""
+        seconds = super().prompt_token_s
+        return None if seconds is None else seconds * self._share
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One request."""
 
@@ -80,10 +122,15 @@ class Asked:
 class Served:
     """One instance, asked at the times of a trace, or by clients in turn."""
 
-    def __init__(self, device: Device, limits: BatchLimits, seed: int) -> None:
+    def __init__(
+        self, device: Device, limits: BatchLimits, seed: int, trial: Trial | None = None
+    ) -> None:
         tables = BlockTables(BlockPool(KV_TOKENS // BLOCK_TOKENS), "bench", prefix_cache=False)
         self._scheduler = BatchScheduler(tables, limits)
         self._device, self._dice = device, random.Random(seed)
+        self._trial, self._sizes = trial or Trial(), Counter[int]()
+        if trial is not None:
+            self._scheduler.promises.pace = WrongPace(trial.predicted)
         self._promise, self._began_s, self._asked = Promise(), 0.0, 0
         self._answers: dict[RequestKey, Answer] = {}
         self._coming: list[tuple[float, int, Asked]] = []
@@ -139,10 +186,20 @@ class Served:
             self._now_s += IDLE_S
             return
         self._ahead = self._scheduler.follow_on(plan, began_s)
-        self._now_s += self._device.takes_s(plan.batch) * self._dice.uniform(*NOISE)
+        self._now_s += self._takes_s(plan.batch)
         self._scheduler.advance(plan)
         self._scheduler.promises.pace.ran(plan.batch, began_s, self._now_s)
         self._hand_out(plan)
+
+    def _takes_s(self, batch: Batch) -> float:
+        seconds = self._device.takes_s(batch) * self._dice.uniform(*NOISE)
+        tokens = sum(one.count for one in batch.segments if one.count > 1)
+        if not tokens:
+            return seconds
+        size = -(-tokens // SIZE_TOKENS)
+        self._sizes[size] += 1
+        compiles = self._sizes[size] <= self._trial.compiled_steps
+        return seconds * self._dice.uniform(*COMPILING) if compiles else seconds
 
     def _hand_out(self, plan: Plan) -> None:
         told_s = self._now_s + BACK_S

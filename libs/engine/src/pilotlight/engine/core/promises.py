@@ -1,7 +1,9 @@
 """What requests are promised (their model's SLO), and what a step may hold so that it is kept.
 
-As long as nothing is in danger, nothing is done for it: prompts run first come, first served, cut
-beside streams as without promises. There are four questions:
+As long as nothing is in danger, nothing is done for it: prompts run first come, first served.
+Beside streams they are cut as without promises, whatever is in danger: whole, they run at lengths
+that no step had before, and if their kernels compile, the next first token is in danger, too.
+There are three questions:
 
 1. *Who is next?* Of those that wait, as many as can be are to have their first token in time:
    Moore's rule ("An n job, one machine sequencing algorithm for minimizing the number of late
@@ -12,7 +14,6 @@ beside streams as without promises. There are four questions:
    scheduler that another instance is needed; one that runs would make all of them late. Nor where
    the prompts that it would share a step with would be late by it.
 3. *How much of prompts fits into this step?* As much as leaves each stream with a lead.
-4. *Are prompts cut beside streams?* Not while that puts a first token in danger.
 
 What is not known yet, or was not promised, limits nothing. Neither does a promise that one stream
 alone does not keep.
@@ -39,9 +40,6 @@ WORTH_TOKENS = 1024
 GAINED = 0.6
 """Of the time promised for a token: streams whose steps take less get ahead, also those whose grace
 goes down by a token for four."""
-TIGHT = 2.0
-"""A first token is in danger when what is to run before it takes more than this part of the time
-that is left."""
 LOOKED_AT = 64
 """Of those that wait: what is behind them is in no step that is planned now."""
 DELIVERY_S = 0.010
@@ -127,31 +125,6 @@ class Promises:
         if min(leads) < max(worth_s, self.pace.launches_s) and all(gains):
             return 0
         return max(LEAST_TOKENS, int((min(leads) - streams_s) / token_s))
-
-    def tight(
-        self, to_run: Iterable[Request], streams: Iterable[Request], chunk: int, now_s: float
-    ) -> bool:
-        """Whether a first token is in danger if prompts are cut: then they are not.
-
-        Args:
-            to_run: prompts, in the order in which they will run.
-            streams: that have a token of each step.
-            chunk: as long is a piece.
-            now_s: on the engine's clock.
-        """
-        token_s = self.pace.prompt_token_s
-        if not self.kept or not token_s:
-            return False
-        streams_s = self.pace.streams_s(map(_context, streams)) or 0.0
-        cut_s = 0.0
-        for request in islice(to_run, LOOKED_AT):
-            if not self.in_time(request, now_s):
-                continue
-            pieces = -(-request.wanted // chunk)
-            cut_s += max(self._runs_s(request) + pieces * streams_s, pieces * self.pace.launches_s)
-            if request.due_s is not None and now_s + TIGHT * cut_s + DELIVERY_S > request.due_s:
-                return True
-        return False
 
     def _runs_s(self, request: Request) -> float:
         """What its prompt adds to the steps that it is in."""

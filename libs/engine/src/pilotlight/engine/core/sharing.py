@@ -64,10 +64,7 @@ class Sharing:
                 break
         tokens = promises.prompt_tokens(streams, wanted, now_s)
         tokens = whole if tokens is None else min(whole, len(streams) + tokens)
-        chunk = self.limits.chunk_tokens
-        if chunk is None or promises.tight(chain(begun, waiting), streams, chunk, now_s):
-            return StepShare(tokens, tokens)
-        return StepShare(tokens, min(chunk, tokens))
+        return StepShare(tokens, min(self.limits.chunk_tokens or tokens, tokens))
 
     def portion(self, wanted: int, left: int, cap: int, *, first: bool) -> int:
         """How many of the tokens that a request wants run now.
