@@ -17,9 +17,9 @@ Pure; the scheduler and the simulator drive it alike.
 
 Each step looks at what changed since the last tick, at what falls due by time alone, at models with
 demand, and at what the last tick decided. Of models that wait and have no instance it looks at the
-first of the line and a few behind them (``line``). Everything else is at rest: the same policies, asked
-again, would say nothing new. A tick without an index in its memory, and one that is not told what
-changed, look at everything.
+first of the line and a few behind them (``line``). Everything else is at rest: the same policies,
+asked again, would say nothing new. A tick without an index in its memory, and one that is not told
+what changed, look at everything.
 """
 
 from collections.abc import Mapping
