@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import restored_steps
 import torch
+
+pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
+
+import restored_steps  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

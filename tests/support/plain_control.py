@@ -263,7 +263,9 @@ def _tell(
     books: Books, facts: ControlFacts, memory: Memory, rules: ControlRules
 ) -> tuple[Holds, Holds, dict[NodeId, Told], dict[WorkerId, Told]]:
     now_s = facts.now_s
-    upstreams = upstreams_of(books.rows(), facts.nodes)
+    # In the order in which they were planned, which decides who asks whom.
+    rows = (one for digest in books.by_digest for one in books.of_digest(digest))
+    upstreams = upstreams_of(rows, facts.nodes)
     nodes = {
         one: fetches_of(one, books, upstreams) for one in sorted({*facts.nodes, *books.by_node})
     }

@@ -105,7 +105,7 @@ class Books:
         return self.records.find(instance_id)
 
     def rows(self) -> tuple[Record, ...]:
-        """Records that are rows and have not ended."""
+        """Records that are rows and have not ended, in no order."""
         return tuple(one for one in self.records.values() if one.is_row)
 
     def of_model(self, model: ModelName) -> tuple[Record, ...]:
