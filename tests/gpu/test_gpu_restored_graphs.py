@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
 
-import restored_steps  # noqa: E402
+import restored_steps
 
 pytestmark = pytest.mark.gpu
 
