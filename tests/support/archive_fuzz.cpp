@@ -120,6 +120,7 @@ void install_fake() {
     api.func_get_param = get_param;
     api.func_get_attribute = [](int *value, int, CUfunction) { driver_calls++; *value = 32; return 0; };
     api.func_set_attribute = [](CUfunction, int, int) { driver_calls++; return 0; };
+    api.func_load = [](CUfunction) { driver_calls++; return 0; };
     api.kernel_node_set_attribute = [](CUgraphNode, int, const CUattributeValue *value) { driver_calls++; look(value, sizeof *value); return 0; };
     api.add_kernel = add_kernel;
     api.add_node = add_any;
