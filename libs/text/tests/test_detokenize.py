@@ -84,10 +84,15 @@ def test_the_window_stays_short(tokenizer):
 
     class Counting:
         longest = 0
+        spelled_tokens = 0
 
         def decode(self, token_ids, **options):
             self.longest = max(self.longest, len(token_ids))
             return tokenizer.decode(token_ids, **options)
+
+        def spelled(self, token_ids):
+            self.spelled_tokens += len(token_ids)
+            return tokenizer.spelled(token_ids)
 
         def __getattr__(self, name):
             return getattr(tokenizer, name)
@@ -104,5 +109,9 @@ def test_the_window_stays_short(tokenizer):
         detokenizer.feed(token_ids)
     if not tokenizer.is_byte(invalid):
         detokenizer.feed([invalid] * 500)
+    if tokenizer.spells:
+        assert (counting.spelled_tokens, counting.longest) == (1010, 0)
+        assert len(detokenizer._unfinished) < 4
+        return
     more = AT_ONCE_TOKENS if tokenizer.byte_level else 11
     assert KEPT_TOKENS < counting.longest <= WINDOW_TOKENS + more

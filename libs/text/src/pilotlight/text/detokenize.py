@@ -1,8 +1,10 @@
 """Token ids to text while they come.
 
 A token is not a piece of text: characters are spread over several byte tokens, the first word loses
-its leading space, a run of byte-fallback tokens is decoded as one. So a window of the latest tokens
-is decoded again with each token, and what goes beyond the text given out so far is new.
+its leading space, a run of byte-fallback tokens is decoded as one. Where tokens are spelled in bytes
+and their bytes are the text, those of an unfinished character wait for the next tokens. Everywhere
+else a window of the latest tokens is decoded again with each token, and what goes beyond the text
+given out so far is new.
 
 ::
 
@@ -10,6 +12,7 @@ is decoded again with each token, and what goes beyond the text given out so far
     decode(window)                      |given out | new | � |     a � at the end may be a character's beginning: held back
 """
 
+from codecs import utf_8_decode
 from collections.abc import Collection, Sequence
 
 from pilotlight.text.decoding import TokenDecoder
@@ -31,18 +34,21 @@ class Detokenizer:
     What ``feed`` and ``flush`` return is, put together, ``decode`` of all ids without special
     tokens.
 
-    A token costs the decoding of a window, however long the output. A run of byte-fallback tokens
-    is held back until it ends, because one invalid byte in it changes how all of it is decoded.
-    Where the tokens' bytes are the text, tokens that come together cost one decoding; other
-    decoders may look at neighbours, and what they give must not depend on what comes together.
+    Without a spelling a token costs the decoding of a window, however long the output. A run of
+    byte-fallback tokens is held back until it ends, because one invalid byte in it changes how all
+    of it is decoded. Where the tokens' bytes are the text, tokens that come together cost one
+    decoding; other decoders may look at neighbours, and what they give must not depend on what
+    comes together.
     """
 
-    __slots__ = ("_given_chars", "_kept", "_tokenizer", "_whole", "_window")
+    __slots__ = ("_given_chars", "_kept", "_tokenizer", "_unfinished", "_whole", "_window")
 
     def __init__(self, tokenizer: TokenDecoder, kept: Collection[int] = ()) -> None:
         """Begin an output; ``kept``: special tokens that are shown all the same."""
         self._tokenizer = tokenizer
         self._kept = frozenset(kept)
+        self._unfinished = b""
+        """Of what is spelled: a character's beginning."""
         self._window: list[int] = []
         self._given_chars = 0
         self._whole = True
@@ -54,6 +60,8 @@ class Detokenizer:
             return "".join(self._push(token_id) for token_id in token_ids)
         if not self._tokenizer.are_visible(token_ids):
             token_ids = self._tokenizer.shown(token_ids, self._kept)
+        if self._tokenizer.spells:
+            return self._completed(self._tokenizer.spelled(token_ids))
         pieces: list[str] = []
         for start in range(0, len(token_ids), AT_ONCE_TOKENS):
             # Not when they have come: an output that has ended needs no shorter window.
@@ -64,10 +72,20 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is still held back, at the end of the output."""
+        if self._unfinished:
+            rest, self._unfinished = self._unfinished.decode(errors="replace"), b""
+            return rest
         rest = "" if self._whole else self._decoded()[self._given_chars :]
         self._window.clear()
         self._given_chars = 0
         return rest
+
+    def _completed(self, spelled: bytes) -> str:
+        """The characters that these bytes complete."""
+        spelled = self._unfinished + spelled if self._unfinished else spelled
+        text, used = utf_8_decode(spelled, "replace", False)
+        self._unfinished = spelled[used:]
+        return text
 
     def _push(self, token_id: int) -> str:
         if not self._is_shown(token_id):
