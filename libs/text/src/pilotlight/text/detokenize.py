@@ -1,10 +1,10 @@
 """Token ids to text while they come.
 
 A token is not a piece of text: characters are spread over several byte tokens, the first word loses
-its leading space, a run of byte-fallback tokens is decoded as one. Where tokens are spelled in bytes
-and their bytes are the text, those of an unfinished character wait for the next tokens. Everywhere
-else a window of the latest tokens is decoded again with each token, and what goes beyond the text
-given out so far is new.
+its leading space, a run of byte-fallback tokens is decoded as one. Where tokens are spelled in
+bytes and their bytes are the text, those of an unfinished character wait for the next tokens.
+Everywhere else a window of the latest tokens is decoded again with each token, and what goes beyond
+the text given out so far is new.
 
 ::
 
