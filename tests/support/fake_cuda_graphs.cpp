@@ -156,7 +156,7 @@ bool read_image(const char *image, Module *module) {
         function->attributes[MAX_DYNAMIC_SHARED] = DEFAULT_SHARED_BYTES;
         auto belongs = [&](const char *prefix) { return of_code[prefix + name] == ".text." + name; };
         if (belongs(".nv.info.") && belongs(".nv.constant0.")) read_notes(sections[".nv.info." + name], function.get());
-        function->is_silent = silence == 1 || (silence == 2 && !sections.count(".debug_frame"));
+        function->is_silent = silence == 1 || (silence == 2 && sections[".debug_frame"].empty());
         functions.insert(function.get());
         module->functions[name] = std::move(function);
     }

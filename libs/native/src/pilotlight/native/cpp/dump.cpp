@@ -290,12 +290,11 @@ class Dumper {
         return OK;
     }
 
-    // The image with those kernels alone; whole, where the driver says other things of the smaller one's.
+    // The image with those kernels alone; whole, where it cannot be pruned, or the driver says other things of the smaller one's.
     int smallest_image(std::uint32_t image, const std::set<std::string> &names, bool prune, std::string *data) {
         const Image &recorded = recorded_images()[image];
         if (prune && names.size() < recorded.kernels.size()) {
-            if (int failed = prune_image(recorded.data, names, data)) return failed;
-            if (prove_image(image, *data, false) == OK) return OK;
+            if (prune_image(recorded.data, names, data) == OK && prove_image(image, *data, false) == OK) return OK;
             report_.images_whole++;
         }
         *data = recorded.data;
