@@ -14,8 +14,15 @@ from fake_cuda import MIB, FakeCuda, fake_cuda
 from graph_archives import ImageMaker, form_notes
 
 from pilotlight.native.device import Device, DeviceArena
-from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs
+from pilotlight.native.graphs import (
+    GraphArchive,
+    GraphDump,
+    add_image,
+    dump_graphs,
+    prune_image,
+)
 from pilotlight.native.library import NativeError, Nowhere
+from pilotlight.native.proving import dump_proved, refused_kernels
 
 ADDRESS, ARENA_BYTES = 0x6100_0000_0000, 64 * MIB
 CLUSTER, SHARED = 4, 8
@@ -109,6 +116,7 @@ class Rig:
     driver: Driver
     device: Device
     arena: DeviceArena
+    path: str
 
     def fill(self) -> None:
         ctypes.memset(ADDRESS, 7, 4096)
@@ -132,7 +140,7 @@ def rig() -> Iterator[Rig]:
     arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
     arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
     driver = Driver(ctypes.CDLL(fake.path))
-    yield Rig(driver, device, arena)
+    yield Rig(driver, device, arena, fake.path)
     driver.fake.fake_silence(0)
     fake.reset()
     arena.close()
@@ -268,6 +276,46 @@ def test_an_image_whose_smaller_one_is_another_is_kept_whole(rig: Rig) -> None:
     dump = rig.dump(_8=graph)
     assert (dump.images_whole, dump.params_unknown) == (1, 0)
     assert dump.archive.count(image) == 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_images_are_proved_in_a_process_that_has_none_of_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """The one that records may take what no other one takes: there it falls back to the whole."""
+    if refuses:
+        monkeypatch.setenv("FAKE_CUDA_REFUSES_PRUNED", "1")
+    names = [name_of_its_own() for _ in range(5)]
+    image = ImageMaker(names, notes=form_notes((8, 8), 128)).image()
+    function = rig.driver.load(image, names[3])
+    add_image(image, function)
+    graph = rig.driver.graph()
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    pruned = dump_graphs({8: graph}, rig.arena)
+    assert pruned.images_whole == 0, "this process takes it"
+    refused = refused_kernels(pruned.archive, driver=rig.path)
+    assert refused.keys() == ({names[3]} if refuses else set())
+    assert all("(200) in module_load" in why for why in refused.values())
+    proved = dump_proved({8: graph}, rig.arena, driver=rig.path)
+    assert proved.images_whole == refuses
+    assert proved.archive.count(image) == refuses
+
+
+def test_what_no_other_process_can_load_is_not_written_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_REFUSES_PRUNED", "1")
+    names = [name_of_its_own() for _ in range(2)]
+    image = ImageMaker(names, notes=form_notes((8, 8), 128)).image()
+    small = prune_image(image, names[:1])
+    function = rig.driver.load(small, names[0])
+    add_image(small, function)
+    graph = rig.driver.graph()
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    with pytest.raises(NativeError, match=rf"whole images: {names[0]}: .*\(200\) in module_load"):
+        dump_proved({8: graph}, rig.arena, driver=rig.path)
+    with pytest.raises(NativeError, match="no process could prove the kernels"):
+        refused_kernels(b"no archive", driver=rig.path)
 
 
 @pytest.mark.parametrize("others", [0, 1])

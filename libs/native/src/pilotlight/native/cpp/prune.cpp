@@ -273,6 +273,12 @@ std::set<std::string> kernels_of(const std::string &image) {
     return found;
 }
 
+std::set<std::string> names_in(const char *names, std::uint64_t bytes) {
+    std::set<std::string> found;
+    for (std::uint64_t at = 0; at < bytes; at += std::strlen(names + at) + 1) found.insert(names + at);
+    return found;
+}
+
 int prune_image(const std::string &image, const std::set<std::string> &keep, std::string *pruned) {
     Pruner pruner;
     if (!pruner.elf.parse(image)) return fail(MISUSED, "a kernel image is no ELF file that can be read");
@@ -293,10 +299,8 @@ using namespace pilotlight;
 // Writes the pruned image to `out` of `out_bytes`, and how long it is; `keep` are names, each ended by a zero.
 PILOTLIGHT_EXPORT int pilotlight_image_prune(const char *image, std::uint64_t bytes, const char *keep, std::uint64_t keep_bytes, char *out,
                                              std::uint64_t out_bytes, std::uint64_t *made_bytes) {
-    std::set<std::string> names;
-    for (std::uint64_t at = 0; at < keep_bytes; at += std::strlen(keep + at) + 1) names.insert(keep + at);
     std::string pruned;
-    if (int failed = prune_image(std::string(image, bytes), names, &pruned)) return failed;
+    if (int failed = prune_image(std::string(image, bytes), names_in(keep, keep_bytes), &pruned)) return failed;
     *made_bytes = pruned.size();
     if (pruned.size() > out_bytes) return fail(OUT_OF_ROOM, "the image needs " + std::to_string(pruned.size()) + " bytes");
     std::memcpy(out, pruned.data(), pruned.size());
