@@ -1,7 +1,7 @@
 """One process of ``bench/materialize.py``: a line of JSON.
 
-``python materialize_job.py record|restore|beside|captured|cold|cold-plain SHAPE FOLDER``. FOLDER has
-what ``record`` of that shape wrote.
+``python materialize_job.py WAY SHAPE FOLDER``: the way is ``record``, or one of
+``materialize.py``'s; FOLDER has what ``record`` of that shape wrote.
 """
 
 import itertools

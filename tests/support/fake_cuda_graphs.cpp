@@ -43,10 +43,10 @@ struct Module {
     bool is_pruned = false;
 };
 
-// Whether modules are looked at whole when they are loaded: lazily, the driver takes what it does not take in another process.
-bool is_eager() {
+// Whether images that were pruned are refused: only where modules are loaded whole, which other processes than the recording one do.
+bool refuses_pruned() {
     const char *way = std::getenv("CUDA_MODULE_LOADING");
-    return way && std::string(way) == "EAGER";
+    return way && std::string(way) == "EAGER" && std::getenv("FAKE_CUDA_REFUSES_PRUNED");
 }
 
 struct KernelParams {
@@ -253,7 +253,7 @@ int cuModuleLoadData(Module **module, const void *image) {
     ENTER("cuModuleLoadData");
     auto made = std::make_unique<Module>();
     if (!read_image(static_cast<const char *>(image), made.get())) return INVALID_IMAGE;
-    if (is_eager() && made->is_pruned && std::getenv("FAKE_CUDA_REFUSES_PRUNED")) return INVALID_IMAGE;
+    if (made->is_pruned && refuses_pruned()) return INVALID_IMAGE;
     *module = made.get();
     modules[made.get()] = std::move(made);
     return 0;
@@ -272,10 +272,7 @@ int cuModuleGetFunction(Function **function, Module *module, const char *name) {
     *function = found->second.get();
     return 0;
 }
-int cuModuleGetFunctionCount(unsigned *count, Module *module) {
-    *count = module->functions.size();
-    return 0;
-}
+int cuModuleGetFunctionCount(unsigned *count, Module *module) { return *count = module->functions.size(), 0; }
 int cuModuleEnumerateFunctions(Function **found, unsigned count, Module *module) {
     for (auto &[name, function] : module->functions)
         if (count && count--) *found++ = function.get();
@@ -351,10 +348,7 @@ int cuGraphKernelNodeGetParams_v2(Node *node, KernelParams *params) {
     }
     return 0;
 }
-int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) {
-    *value = node->attributes[id];
-    return 0;
-}
+int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) { return *value = node->attributes[id], 0; }
 int cuGraphKernelNodeSetAttribute(Node *node, int id, const Attribute *value) {
     ENTER("cuGraphKernelNodeSetAttribute");
     if (id == CLUSTER_DIMENSION) {
@@ -396,10 +390,7 @@ int cuGraphInstantiateWithFlags(Exec **exec, Graph *graph, std::uint64_t) {
     for (auto &node : graph->nodes) (*exec)->nodes.push_back(*node);
     return 0;
 }
-int cuGraphUpload(Exec *, void *) {
-    ENTER("cuGraphUpload");
-    return 0;
-}
+int cuGraphUpload(Exec *, void *) { return fake_entered("cuGraphUpload"); }
 int cuGraphLaunch(Exec *exec, void *) {
     ENTER("cuGraphLaunch");
     for (const Node &node : exec->nodes) run(node);
