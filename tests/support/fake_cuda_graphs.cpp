@@ -3,6 +3,7 @@
 // another image, other parameters or another order give other bytes. An address without memory ends the context, as on a device.
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -39,7 +40,14 @@ struct Function {
 
 struct Module {
     std::map<std::string, std::unique_ptr<Function>> functions;
+    bool is_pruned = false;
 };
+
+// Whether images that were pruned are refused: only where modules are loaded whole, which other processes than the recording one do.
+bool refuses_pruned() {
+    const char *way = std::getenv("CUDA_MODULE_LOADING");
+    return way && std::string(way) == "EAGER" && std::getenv("FAKE_CUDA_REFUSES_PRUNED");
+}
 
 struct KernelParams {
     Function *func;
@@ -144,6 +152,7 @@ bool read_image(const char *image, Module *module) {
         if (std::uint32_t code = word(number, 44); code < count) of_code[called] = all.c_str() + word(code, 0);
         if (word(number, 4) == 2) symbols = body(number), symbol_names = body(word(number, 40));
     }
+    module->is_pruned = sections[".debug_frame"].empty();
     std::vector<std::string> named;
     for (std::size_t place = 0; place + 24 <= symbols.size(); place += 24) {
         std::string name = symbol_names.c_str() + at<std::uint32_t>(symbols, place);
@@ -156,7 +165,7 @@ bool read_image(const char *image, Module *module) {
         function->attributes[MAX_DYNAMIC_SHARED] = DEFAULT_SHARED_BYTES;
         auto belongs = [&](const char *prefix) { return of_code[prefix + name] == ".text." + name; };
         if (belongs(".nv.info.") && belongs(".nv.constant0.")) read_notes(sections[".nv.info." + name], function.get());
-        function->is_silent = silence == 1 || (silence == 2 && !sections.count(".debug_frame"));
+        function->is_silent = silence == 1 || (silence == 2 && module->is_pruned);
         functions.insert(function.get());
         module->functions[name] = std::move(function);
     }
@@ -244,6 +253,7 @@ int cuModuleLoadData(Module **module, const void *image) {
     ENTER("cuModuleLoadData");
     auto made = std::make_unique<Module>();
     if (!read_image(static_cast<const char *>(image), made.get())) return INVALID_IMAGE;
+    if (made->is_pruned && refuses_pruned()) return INVALID_IMAGE;
     *module = made.get();
     modules[made.get()] = std::move(made);
     return 0;
@@ -262,10 +272,7 @@ int cuModuleGetFunction(Function **function, Module *module, const char *name) {
     *function = found->second.get();
     return 0;
 }
-int cuModuleGetFunctionCount(unsigned *count, Module *module) {
-    *count = module->functions.size();
-    return 0;
-}
+int cuModuleGetFunctionCount(unsigned *count, Module *module) { return *count = module->functions.size(), 0; }
 int cuModuleEnumerateFunctions(Function **found, unsigned count, Module *module) {
     for (auto &[name, function] : module->functions)
         if (count && count--) *found++ = function.get();
@@ -341,10 +348,7 @@ int cuGraphKernelNodeGetParams_v2(Node *node, KernelParams *params) {
     }
     return 0;
 }
-int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) {
-    *value = node->attributes[id];
-    return 0;
-}
+int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) { return *value = node->attributes[id], 0; }
 int cuGraphKernelNodeSetAttribute(Node *node, int id, const Attribute *value) {
     ENTER("cuGraphKernelNodeSetAttribute");
     if (id == CLUSTER_DIMENSION) {
@@ -386,10 +390,7 @@ int cuGraphInstantiateWithFlags(Exec **exec, Graph *graph, std::uint64_t) {
     for (auto &node : graph->nodes) (*exec)->nodes.push_back(*node);
     return 0;
 }
-int cuGraphUpload(Exec *, void *) {
-    ENTER("cuGraphUpload");
-    return 0;
-}
+int cuGraphUpload(Exec *, void *) { return fake_entered("cuGraphUpload"); }
 int cuGraphLaunch(Exec *exec, void *) {
     ENTER("cuGraphLaunch");
     for (const Node &node : exec->nodes) run(node);

@@ -3,7 +3,8 @@
 import struct
 
 KERNEL, DEVICE_FUNCTION = 0x10, 0
-NV_INFO, NV_CALLGRAPH = 0x70000000, 0x70000001
+NO_BITS, NV_INFO, NV_CALLGRAPH = 8, 0x70000000, 0x70000001
+SHARED_BYTES = 1024
 
 
 def note(kind, *words):
@@ -28,8 +29,9 @@ class ImageMaker:
     """An image of the form that the driver's compiler gives: a section of code, notes and constants
     for each kernel.
 
-    All kernels have ``code`` and ``notes`` beside their own. Older compilers name a kernel's code
-    in its notes and constants as the younger ones do, and set no flag for that.
+    All kernels have ``code`` and ``notes`` beside their own, shared memory, and a table of jumps
+    whose relocations older compilers leave there, empty. Those name a kernel's code in its notes
+    and constants as the younger ones do, and set no flag for that.
     """
 
     def __init__(self, kernels, functions=("helper",), code=b"", notes=b"", *, old=False):
@@ -46,6 +48,8 @@ class ImageMaker:
                 f".nv.constant0.{kernel}", kernel.encode() * 3, 1, 2 | belongs, info=text
             )
             self.symbols.append((f".nv.constant0.{kernel}", 0x03, 0, bank))
+            jumps = self.add(f".nv.constant2.{kernel}", b"jump" * 3, 1, 2 | belongs, info=text)
+            self.add(f".rela.nv.constant2.{kernel}", b"", 4, belongs, info=jumps)
         number = {name: index for index, (name, *_) in enumerate(self.symbols)}
         for kernel in kernels:
             own = (
@@ -77,6 +81,9 @@ class ImageMaker:
         )
         self.add(".nv.callgraph", struct.pack("<II", 0, 0xFFFFFFFF) + calls, NV_CALLGRAPH, 0)
         self.add(".debug_frame", b"d" * 77, 1, 0)
+        for kernel in kernels:
+            text = self.names.index(f".text.{kernel}")
+            self.add(f".nv.shared.{kernel}", bytes(SHARED_BYTES), NO_BITS, 3 | belongs, info=text)
         for kernel in (*kernels, *functions):
             place = self.names.index(f".text.{kernel}")
             self.kinds[place] = (*self.kinds[place][:3], number[kernel] | 9 << 24)
@@ -120,22 +127,33 @@ class ImageMaker:
                 16,
                 0,
             )
-            out += body
+            out += body if kind != NO_BITS else b""
             name_at += len(name) + 1 if name else 0
         out += b"\0" * (-len(out) % 8)
         sections, segments = len(out), len(out) + len(headers)
-        text = [index for index, name in enumerate(self.names) if name.startswith(".text.")]
-        first = struct.unpack_from("<Q", headers, 64 * text[0] + 24)[0]
-        last = struct.unpack_from("<QQ", headers, 64 * text[-1] + 24)
-        out += headers + struct.pack(
-            "<IIQQQQQQ", 1, 5, first, 0, 0, sum(last) - first, sum(last) - first, 8
-        )
+        first, last = self._ends(headers, ".text.")
+        zeros, _ = self._ends(headers, ".nv.shared.")
+        shared_bytes = SHARED_BYTES * sum(name.startswith(".nv.shared.") for name in self.names)
+        out += headers
+        for kind, flags, start, num_bytes, memory_bytes in (
+            (6, 4, segments, 4 * 56, 4 * 56),
+            (1, 4, segments, 4 * 56, 4 * 56),
+            (1, 5, first, last - first, last - first),
+            (1, 6, zeros, 0, shared_bytes),
+        ):
+            out += struct.pack("<IIQQQQQQ", kind, flags, start, 0, 0, num_bytes, memory_bytes, 8)
         ident = b"\x7fELF\x02\x01\x01" + b"\x33" + b"\0" * 8
         count = len(self.names)
         out[:64] = ident + struct.pack(
-            "<HHIQQQIHHHHHH", 2, 190, 1, 0, segments, sections, 90, 64, 56, 1, 64, count, names
+            "<HHIQQQIHHHHHH", 2, 190, 1, 0, segments, sections, 90, 64, 56, 4, 64, count, names
         )
         return bytes(out)
+
+    def _ends(self, headers, prefix):
+        """Where the sections with names of that kind begin and end in the file."""
+        found = [index for index, name in enumerate(self.names) if name.startswith(prefix)]
+        heads = [struct.unpack_from("<QQ", headers, 64 * index + 24) for index in found]
+        return heads[0][0], sum(heads[-1])
 
 
 HEADER, GRAPH, NODE, EDGE, KERNEL_ENTRY = "<8s4I6Q", "<6Q4I", "<2I3I3I2IQ6I", "<2I8s", "<2Q2I4i"

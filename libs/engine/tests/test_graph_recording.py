@@ -33,7 +33,7 @@ class Recording:
         self.order: list[int] = []
         monkeypatch.setattr("pilotlight.engine.cuda.recording.CaptureOnSecondUse", self.capture)
         monkeypatch.setattr(GraphRecorder, "_handles", lambda recorder, steps: {})
-        monkeypatch.setattr("pilotlight.engine.cuda.recording.dump_graphs", self.dumped)
+        monkeypatch.setattr("pilotlight.engine.cuda.recording.dump_proved", self.dumped)
         monkeypatch.setattr("pilotlight.engine.cuda.recording.ArchiveOnDevice", self.opened)
         self.nowhere = ""
         """A graph has an address where nothing is."""
@@ -42,7 +42,7 @@ class Recording:
         assert keep
         return SimpleNamespace()
 
-    def dumped(self, handles: object, arena: object) -> GraphDump:
+    def dumped(self, handles: object, arena: object, ordinal: int) -> GraphDump:
         if isinstance(self.dump, NativeError):
             raise self.dump
         return self.dump
@@ -69,7 +69,9 @@ class Recording:
     def record(self) -> Any:
         memory = SimpleNamespace(
             slot_number=3,
-            arena=SimpleNamespace(device=torch.device("cpu"), native_arena=None),
+            arena=SimpleNamespace(
+                device=torch.device("cpu"), native_arena=None, native=SimpleNamespace(ordinal=0)
+            ),
             graph_pool_bytes=lambda num_bytes: self.steps.pool[:num_bytes],
         )
         scratch = SimpleNamespace(graphs=StandInPool())

@@ -14,8 +14,9 @@ from fake_cuda import MIB, FakeCuda, fake_cuda
 from graph_archives import ImageMaker, form_notes
 
 from pilotlight.native.device import Device, DeviceArena
-from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs
+from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs, prune_image
 from pilotlight.native.library import NativeError, Nowhere
+from pilotlight.native.proving import dump_proved, refused_kernels
 
 ADDRESS, ARENA_BYTES = 0x6100_0000_0000, 64 * MIB
 CLUSTER, SHARED = 4, 8
@@ -109,6 +110,7 @@ class Rig:
     driver: Driver
     device: Device
     arena: DeviceArena
+    path: str
 
     def fill(self) -> None:
         ctypes.memset(ADDRESS, 7, 4096)
@@ -132,7 +134,7 @@ def rig() -> Iterator[Rig]:
     arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
     arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
     driver = Driver(ctypes.CDLL(fake.path))
-    yield Rig(driver, device, arena)
+    yield Rig(driver, device, arena, fake.path)
     driver.fake.fake_silence(0)
     fake.reset()
     arena.close()
@@ -149,6 +151,14 @@ def name_of_its_own() -> str:
 
 def place(number: int) -> int:
     return ADDRESS + 64 * number
+
+
+def graph_of_one(rig: Rig, image: bytes, name: str) -> int:
+    """A graph of one of an image's kernels."""
+    function, graph = rig.driver.load(image, name), rig.driver.graph()
+    add_image(image, function)
+    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    return graph
 
 
 def some_of_one_name(
@@ -238,10 +248,7 @@ def test_a_pruned_image_has_its_kernels_form(rig: Rig, old: bool) -> None:
     """Notes and constants follow their code to its new number, whatever compiler made them."""
     names = [name_of_its_own() for _ in range(5)]
     image = ImageMaker(names, notes=form_notes((8, 8), 128), old=old).image()
-    function = rig.driver.load(image, names[3])
-    add_image(image, function)
-    graph = rig.driver.graph()
-    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    graph = graph_of_one(rig, image, names[3])
     rig.fill()
     rig.driver.replay(graph)
     expected = rig.found
@@ -260,14 +267,42 @@ def test_an_image_whose_smaller_one_is_another_is_kept_whole(rig: Rig) -> None:
     """Whatever it is in it that the driver misses."""
     names = [name_of_its_own() for _ in range(5)]
     image = ImageMaker(names, notes=form_notes((8, 8), 128)).image()
-    function = rig.driver.load(image, names[3])
-    add_image(image, function)
-    graph = rig.driver.graph()
-    rig.driver.kernel(graph, function, POINTER_AND_WORD.pack(place(0), 1))
+    graph = graph_of_one(rig, image, names[3])
     rig.driver.fake.fake_silence(2)
     dump = rig.dump(_8=graph)
     assert (dump.images_whole, dump.params_unknown) == (1, 0)
     assert dump.archive.count(image) == 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_images_are_proved_in_a_process_that_has_none_of_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    """The one that records may take what no other one takes: there it falls back to the whole."""
+    if refuses:
+        monkeypatch.setenv("FAKE_CUDA_REFUSES_PRUNED", "1")
+    names = [name_of_its_own() for _ in range(5)]
+    image = ImageMaker(names, notes=form_notes((8, 8), 128)).image()
+    graph = graph_of_one(rig, image, names[3])
+    pruned = dump_graphs({8: graph}, rig.arena)
+    assert pruned.images_whole == 0, "this process takes it"
+    refused = refused_kernels(pruned.archive, driver=rig.path)
+    assert refused.keys() == ({names[3]} if refuses else set())
+    assert all("(200) in module_load" in why for why in refused.values())
+    proved = dump_proved({8: graph}, rig.arena, driver=rig.path)
+    assert proved.images_whole == proved.archive.count(image) == refuses
+
+
+def test_what_no_other_process_can_load_is_not_written_down(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_REFUSES_PRUNED", "1")
+    name = name_of_its_own()
+    graph = graph_of_one(rig, prune_image(image_of(name, b"code"), [name]), name)
+    with pytest.raises(NativeError, match=rf"whole images: {name}: .*\(200\) in module_load"):
+        dump_proved({8: graph}, rig.arena, driver=rig.path)
+    with pytest.raises(NativeError, match="no process could prove the kernels"):
+        refused_kernels(b"no archive", driver=rig.path)
 
 
 @pytest.mark.parametrize("others", [0, 1])

@@ -6,7 +6,7 @@ import random
 import struct
 
 import pytest
-from graph_archives import ImageMaker, archive, archive_of_all_kinds
+from graph_archives import NO_BITS, SHARED_BYTES, ImageMaker, archive, archive_of_all_kinds
 
 from pilotlight.native.graphs import add_image, prune_image, recorded_images
 from pilotlight.native.library import NativeError, library
@@ -23,7 +23,10 @@ class Parsed:
             struct.unpack_from("<IIQQQQIIQQ", image, sections + 64 * index)
             for index in range(count)
         ]
-        self.bodies = [image[head[4] : head[4] + head[5]] if head[1] else b"" for head in heads]
+        self.bodies = [
+            image[head[4] : head[4] + head[5]] if head[1] not in (0, NO_BITS) else b""
+            for head in heads
+        ]
         text = lambda body, at: body[at : body.index(b"\0", at)].decode()  # noqa: E731 - twice, on one line each
         self.names = [text(self.bodies[names], head[0]) for head in heads]
         self.heads = dict(zip(self.names, heads, strict=True))
@@ -32,7 +35,13 @@ class Parsed:
             (text(strings, name), *rest)
             for name, *rest in struct.iter_unpack("<IBBHQQ", self.body(".symtab"))
         ]
-        (self.segment,) = struct.iter_unpack("<IIQQQQQQ", image[fields[4] : fields[4] + 56])
+        self.table, self.segments = (
+            fields[4],
+            [
+                struct.unpack_from("<IIQQQQQQ", image, fields[4] + 56 * index)
+                for index in range(fields[9])
+            ],
+        )
 
     def body(self, name):
         return self.bodies[self.names.index(name)]
@@ -53,7 +62,7 @@ def test_only_what_is_used_stays_and_everything_is_renumbered():
         ".text.kernel_3",
         ".text.kernel_17",
     }
-    assert ".debug_frame" not in found.names
+    assert found.body(".debug_frame") == b""
     for kernel in keep:
         text = found.heads[f".text.{kernel}"]
         assert found.body(f".text.{kernel}") == kernel.encode() * 50
@@ -85,19 +94,63 @@ def test_only_what_is_used_stays_and_everything_is_renumbered():
         ("kernel_3", "helper"),
         ("kernel_17", "helper"),
     ]
-    start, length = found.segment[2], found.segment[5]
+    for table in found.segments[:2]:
+        assert (table[2], table[5], table[6]) == (found.table, 4 * 56, 4 * 56)
+    _, _, start, _, _, length, in_memory, _ = found.segments[2]
     assert start == found.heads[".text.helper"][4]
-    assert start + length == found.heads[".nv.constant0.kernel_17"][4] + len("kernel_17" * 3), (
-        "the last that was in it"
-    )
+    assert length == in_memory
+    last = found.heads[".nv.constant2.kernel_17"]
+    assert start + length == last[4] + last[5], "the last that was in it"
+    _, _, start, _, _, length, in_memory, _ = found.segments[3]
+    assert start == found.heads[".nv.shared.kernel_3"][4]
+    assert (length, in_memory) == (0, 2 * SHARED_BYTES)
     assert Parsed(prune_image(pruned, ["kernel_3"])).heads.keys() < found.heads.keys()
 
 
 def test_all_kernels_kept_keep_everything_but_debugging():
     image = ImageMaker(["one", "two"]).image()
     before, after = Parsed(image), Parsed(prune_image(image, ["one", "two"]))
-    assert [name for name in before.names if name != ".debug_frame"] == after.names
+    assert before.names == after.names
+    assert [segment[5:] for segment in before.segments] == [s[5:] for s in after.segments]
     assert [symbol[0] for symbol in before.symbols] == [symbol[0] for symbol in after.symbols]
+
+
+def test_nothing_names_what_is_left_out():
+    """The driver reads whatever lies where a section is said to be: a relocation of a dropped
+    kernel's table of jumps, empty, in images by older compilers for one.
+    """
+    image = ImageMaker([f"kernel_{index}" for index in range(20)], old=True).image()
+    found = Parsed(prune_image(image, ["kernel_0"]))
+    assert [name for name in found.names if ".nv.constant2." in name] == [
+        ".nv.constant2.kernel_0",
+        ".rela.nv.constant2.kernel_0",
+    ]
+    for name, head in found.heads.items():
+        names_section = name and name not in (".symtab", ".text.kernel_0", ".text.helper")
+        assert head[6] < len(found.names)
+        assert not names_section or head[7] < len(found.names), name
+    jumps = found.heads[".rela.nv.constant2.kernel_0"][7]
+    assert found.names[jumps] == ".nv.constant2.kernel_0"
+
+
+def with_table(kernels, body, kind=4):
+    """An image with a section of a library's own that belongs to no kernel."""
+    maker = ImageMaker(kernels)
+    place = maker.add(".nv.constant4", b"t" * 16, 1, 2)
+    maker.add(".rela.nv.constant4", body, kind, 0x40, info=place)
+    return maker.image()
+
+
+def test_an_image_whose_parts_name_a_dropped_kernel_is_not_pruned():
+    (number,) = [
+        at for at, symbol in enumerate(ImageMaker(["one", "two"]).symbols) if symbol[0] == "two"
+    ]
+    image = with_table(["one", "two"], struct.pack("<QQq", 0, number << 32 | 2, 0))
+    with pytest.raises(NativeError, match=r"rela.nv.constant4 names the symbol \d+, which is left"):
+        prune_image(image, ["one"])
+    assert Parsed(prune_image(image, ["one", "two"])).names == Parsed(image).names
+    with pytest.raises(NativeError, match="of an unknown kind"):
+        prune_image(with_table(["one", "two"], b"numbers", 0x70000085), ["one"])
 
 
 def test_what_is_no_image_is_refused():

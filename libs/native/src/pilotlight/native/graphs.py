@@ -4,7 +4,7 @@ same addresses.
 
 import ctypes
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,8 @@ class GraphDump:
     """Those that are addresses of other device memory or of pinned memory: unless it is 0, the
     archive fits this process alone."""
     images_whole: int = 0
-    """Those kept with all of their kernels: the driver said other things of the used ones alone."""
+    """Those kept with all of their kernels: they cannot be pruned, or the driver refused the used
+    ones alone, or said other things of them."""
     params_unknown: int = 0
     """Kernels of which the driver says no parameters when their image is loaded again."""
 
@@ -101,14 +102,24 @@ def prune_image(image: bytes, keep: Iterable[str]) -> bytes:
     Raises:
         NativeError: its form is not understood, or it lacks one of them.
     """
-    names = b"".join(name.encode() + b"\0" for name in keep)
+    names = _zero_ended(keep)
     made = ctypes.create_string_buffer(len(image) + 4096)
     pointer, num_bytes = out(c_uint64)
     library().call("image_prune", image, len(image), names, len(names), made, len(made), pointer)
     return made.raw[: num_bytes()]
 
 
-def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = True) -> GraphDump:
+def _zero_ended(names: Iterable[str]) -> bytes:
+    return b"".join(name.encode() + b"\0" for name in names)
+
+
+def dump_graphs(
+    graphs: Mapping[int, int],
+    arena: DeviceArena,
+    *,
+    prune: bool = True,
+    whole: Collection[str] = (),
+) -> GraphDump:
     """Writes captured graphs down.
 
     Args:
@@ -116,6 +127,7 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
             caller's, such as batch sizes.
         arena: where their memory lies.
         prune: leave out the kernels that no graph uses.
+        whole: names of kernels whose images keep all of theirs nevertheless.
 
     Raises:
         NativeError: a node is of a kind that cannot be written down, or a kernel's image was not
@@ -127,6 +139,7 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
     )
     (place, archive), (length, num_bytes) = out(c_void_p), out(c_uint64)
     report = (c_uint64 * 8)()
+    kept = _zero_ended(whole)
     native.call(
         "graphs_dump",
         handles,
@@ -135,6 +148,8 @@ def dump_graphs(graphs: Mapping[int, int], arena: DeviceArena, *, prune: bool = 
         arena.address,
         arena.num_bytes,
         int(prune),
+        kept,
+        len(kept),
         place,
         length,
         report,

@@ -63,7 +63,19 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
     "graphs_dump": (
         c_int,
-        (_U64, _U64, c_int, c_uint64, c_uint64, c_int, POINTER(c_void_p), _U64, _U64),
+        (
+            _U64,
+            _U64,
+            c_int,
+            c_uint64,
+            c_uint64,
+            c_int,
+            c_char_p,
+            c_uint64,
+            POINTER(c_void_p),
+            _U64,
+            _U64,
+        ),
     ),
     "graphs_check_node": (c_int, (c_int, c_char_p)),
     "free": (None, (c_void_p,)),
@@ -74,6 +86,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_check_addresses": (c_int, (c_void_p, _U64, c_uint64, c_uint64, c_uint64, _U64)),
     "archive_walk": (c_int, (c_void_p, c_uint32, c_void_p)),
+    "archive_prove": (c_int, (c_void_p, c_char_p, c_uint64, POINTER(c_void_p))),
     "archive_close": (None, (c_void_p,)),
     "read_open": (
         c_int,

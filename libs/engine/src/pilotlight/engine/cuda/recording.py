@@ -21,8 +21,9 @@ from pilotlight.engine.cuda.restored import POISON, places_of
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.native.graphs import GraphDump, dump_graphs
+from pilotlight.native.graphs import GraphDump
 from pilotlight.native.library import NativeError, Nowhere
+from pilotlight.native.proving import dump_proved
 from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, GraphPlace, Trial
 
 log = structlog.get_logger()
@@ -125,7 +126,8 @@ class GraphRecorder:
     def _dump(self, memory: StageMemory, steps: DecodeSteps) -> GraphDump:
         try:
             # The arena is a device's: nothing else has graphs.
-            dump = dump_graphs(self._handles(steps), cast("CudaArena", memory.arena).native_arena)
+            arena = cast("CudaArena", memory.arena)
+            dump = dump_proved(self._handles(steps), arena.native_arena, arena.native.ordinal)
         except NativeError as error:
             raise NotRecorded("nodes", str(error)) from error
         if dump.addresses_outside:

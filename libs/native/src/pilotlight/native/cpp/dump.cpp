@@ -65,7 +65,9 @@ struct KnownKernel {
 
 class Dumper {
   public:
-    Dumper(std::uint64_t arena_address, std::uint64_t arena_bytes) : arena_address_(arena_address), arena_bytes_(arena_bytes) {}
+    // The images of `whole` are not pruned: these are names of kernels.
+    Dumper(std::uint64_t arena_address, std::uint64_t arena_bytes, std::set<std::string> whole)
+        : arena_address_(arena_address), arena_bytes_(arena_bytes), whole_(std::move(whole)) {}
     ~Dumper() {
         if (scratch_) graph_driver().graph_destroy(scratch_);
     }
@@ -290,12 +292,12 @@ class Dumper {
         return OK;
     }
 
-    // The image with those kernels alone; whole, where the driver says other things of the smaller one's.
+    // The image with those kernels alone; whole, where it cannot be pruned, or the driver says other things of the smaller one's.
     int smallest_image(std::uint32_t image, const std::set<std::string> &names, bool prune, std::string *data) {
         const Image &recorded = recorded_images()[image];
         if (prune && names.size() < recorded.kernels.size()) {
-            if (int failed = prune_image(recorded.data, names, data)) return failed;
-            if (prove_image(image, *data, false) == OK) return OK;
+            bool whole = std::any_of(names.begin(), names.end(), [this](const std::string &name) { return whole_.count(name); });
+            if (!whole && prune_image(recorded.data, names, data) == OK && prove_image(image, *data, false) == OK) return OK;
             report_.images_whole++;
         }
         *data = recorded.data;
@@ -353,6 +355,7 @@ class Dumper {
     }
 
     const std::uint64_t arena_address_, arena_bytes_;
+    const std::set<std::string> whole_;
     CUgraph scratch_ = nullptr;
     Bytes out_, parameters_;
     std::vector<AttributeEntry> attributes_;
@@ -370,12 +373,14 @@ class Dumper {
 
 using namespace pilotlight;
 
-// Writes graphs down. `*bytes` is the caller's, to be given to pilotlight_free.
+// Writes graphs down. `*bytes` is the caller's, to be given to pilotlight_free. `whole` are names of kernels, each ended by a zero: their
+// images keep all of their kernels.
 PILOTLIGHT_EXPORT int pilotlight_graphs_dump(const std::uint64_t *graphs, const std::uint64_t *tags, int count, std::uint64_t arena_address,
-                                             std::uint64_t arena_bytes, int prune, char **bytes, std::uint64_t *size, Report *report) {
+                                             std::uint64_t arena_bytes, int prune, const char *whole, std::uint64_t whole_bytes, char **bytes,
+                                             std::uint64_t *size, Report *report) {
     if (int failed = open_graph_driver()) return failed;
     std::string made;
-    Dumper dumper(arena_address, arena_bytes);
+    Dumper dumper(arena_address, arena_bytes, names_in(whole, whole_bytes));
     if (int failed = dumper.run(graphs, tags, count, prune != 0, &made, report)) return failed;
     *bytes = static_cast<char *>(std::malloc(made.size()));
     if (!*bytes) return fail(CUDA_ERROR_OUT_OF_MEMORY, "the host has no memory for an archive");

@@ -42,7 +42,7 @@ static_assert(sizeof(Symbol) == 24);
 
 constexpr char ELF_BEGINS[] = "\x7f" "ELF\x02\x01";  // 64 bits, little-endian
 constexpr std::uint32_t SYMBOLS = 2, RELA = 4, NO_BITS = 8, REL = 9, NV_INFO = 0x70000000, NV_CALLGRAPH = 0x70000001;
-constexpr std::uint64_t INFO_IS_SECTION = 0x40;
+constexpr std::uint64_t INFO_IS_SECTION = 0x40, WRITABLE = 1;
 constexpr unsigned char KERNEL_ENTRY = 0x10;
 constexpr std::uint16_t SPECIAL_SECTIONS = 0xff00;
 constexpr std::uint64_t MAX_ALIGN = 1 << 16, MAX_TIMES = 4;

@@ -32,6 +32,9 @@ class NotRecorded {
 // Names of the kernels that an image defines; empty for what is no image.
 std::set<std::string> kernels_of(const std::string &image);
 
+// Names that each end with a zero.
+std::set<std::string> names_in(const char *names, std::uint64_t bytes);
+
 // The image without the code of all kernels but `keep`. MISUSED where its form is not understood.
 int prune_image(const std::string &image, const std::set<std::string> &keep, std::string *pruned);
 

@@ -128,6 +128,17 @@ class Archive {
         return OK;
     }
 
+    // Loads every kernel, as building all graphs would, and says which ones the driver refuses: a line each, the name, a tab, and why.
+    std::string refused() {
+        std::lock_guard guard(lock_);
+        std::string text;
+        for (std::uint32_t number = 0; number < header_.num_kernels; number++) {
+            CUfunction loaded = nullptr;
+            if (function(number, &loaded)) text += std::string(at(kernels_[number].name)) + '\t' + error_text() + '\n';
+        }
+        return text;
+    }
+
     std::uint64_t tag(std::uint32_t number) const { return number < header_.num_graphs ? graphs_[number].tag : 0; }
     const Header &header() const { return header_; }
 
@@ -330,5 +341,13 @@ PILOTLIGHT_EXPORT int pilotlight_archive_check_addresses(Archive *archive, const
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_walk(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->walk(number, stream);
+}
+// Which of an archive's kernels this process cannot load; it needs no arena. `*text` is the caller's, to be given to pilotlight_free.
+PILOTLIGHT_EXPORT int pilotlight_archive_prove(CUcontext context, const char *bytes, std::uint64_t size, char **text) {
+    if (int failed = open_graph_driver()) return failed;
+    if (int failed = check_archive(bytes, size)) return failed;
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    *text = strdup(Archive(context, std::string(bytes, size)).refused().c_str());
+    return *text ? OK : fail(CUDA_ERROR_OUT_OF_MEMORY, "the host has no memory for an archive's kernels");
 }
 PILOTLIGHT_EXPORT void pilotlight_archive_close(Archive *archive) { delete archive; }

@@ -1,0 +1,174 @@
+"""What recorded graphs save a start on this machine's GPU: ``make bench-materialize``.
+
+Every figure is of a process of its own (``materialize_job.py``), with empty caches of compiled
+kernels, random bfloat16 weights of the 4B and 8B shapes in pinned memory of the host, and torch
+imported and its context made before the clock starts:
+
+* ``restore``: the first graph and all 35, from when the stage has its memory, from an archive that
+  another process recorded; alone;
+* ``beside``: the same, while the weights come onto the device, and what their copies take then;
+* ``captured``: what an engine without recorded graphs does to be as far: it compiles or loads all
+  kernels, runs each size and captures it, with the weights in place;
+* ``cold`` and ``cold-plain``: a request that waits for the model, with recorded graphs and without:
+  its first token, and the worst gap between two of its 64. It is the engine alone: no gateway, no
+  scheduler.
+
+The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
+alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
+time are left out, and told. The exit status is 1 when a row is missing or failed, or a floor was
+missed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from served_gpu import commit, machine
+
+JOB = Path(__file__).resolve().parent / "materialize_job.py"
+SHAPES = ("4B", "8B")
+WAYS = ("restore", "beside", "captured", "cold", "cold-plain")
+SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
+FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
+WHAT = {
+    "restore": "35 decode graphs restored, alone",
+    "beside": "35 decode graphs restored while the weights come",
+    "captured": "35 decode graphs compiled and captured at the start",
+    "cold": "a cold start in an engine, with recorded graphs",
+    "cold-plain": "a cold start in an engine, without recorded graphs",
+}
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What was measured so far."""
+
+    folder: Path
+    seconds: float
+    began_s: float = field(default_factory=time.monotonic)
+    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict[tuple[str, str], list[Row]])
+    missing: list[str] = field(default_factory=list[str])
+
+    @property
+    def left_s(self) -> float:
+        """Until no other row begins."""
+        return self.seconds - (time.monotonic() - self.began_s)
+
+    def job(self, way: str, shape: str) -> subprocess.Popen[str]:
+        """Starts a process, with no kernel compiled before."""
+        caches = Path(tempfile.mkdtemp(dir=self.folder))
+        return subprocess.Popen(
+            [sys.executable, str(JOB), way, shape, str(self.folder)],
+            env={**os.environ, "TRITON_CACHE_DIR": str(caches), "CUDA_CACHE_DISABLE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def told(self, job: subprocess.Popen[str], name: str) -> Row | None:
+        """What a process measured; None: it failed, or there was no time left for it."""
+        try:
+            said, _ = job.communicate(timeout=min(JOB_S, max(self.left_s, LEAST_S)))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.communicate()
+            self.missing.append(f"{name}: it took too long")
+            return None
+        if job.returncode:
+            self.missing.append(f"{name}: exit status {job.returncode}")
+            return None
+        return json.loads(said.splitlines()[-1])
+
+    def measure(self, way: str, shape: str) -> None:
+        """One row more."""
+        name = f"{way} {shape}"
+        if self.left_s < LEAST_S:
+            self.missing.append(f"{name}: {self.seconds:g} s are over")
+            return
+        found = self.told(self.job(way, shape), name)
+        if found is not None:
+            self.rows.setdefault((way, shape), []).append(found)
+            print(json.dumps({"way": way, "shape": shape, **found}), file=sys.stderr, flush=True)
+
+
+def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
+    """In the form of ``bench/results``."""
+    measurements: list[dict[str, Any]] = []
+    for (way, shape), rows in run.rows.items():
+        samples = {name: [round(row[name], 2) for row in rows] for name in rows[0]}
+        medians = {name: statistics.median(each) for name, each in samples.items()}
+        named = {"what": f"{WHAT[way]}, {shape}", **about, "unit": "ms, and counts"}
+        measurements.append({**named, "samples": samples, "medians": medians})
+    return {"benchmark": "materialize", "measurements": measurements}
+
+
+def _medians(run: Run, way: str, shape: str) -> dict[str, float] | None:
+    rows = run.rows.get((way, shape))
+    names = ("first_ms", "all_ms")
+    return {name: statistics.median(row[name] for row in rows) for name in names} if rows else None
+
+
+def floors(run: Run) -> Iterator[str]:
+    """What was missed."""
+    for shape in SHAPES:
+        alone, beside = (_medians(run, way, shape) for way in ("restore", "beside"))
+        if alone is None or beside is None:
+            continue
+        if alone["first_ms"] > FIRST_MS:
+            yield f"{shape}: the first graph after {alone['first_ms']:.0f} ms"
+        if alone["all_ms"] > ALL_MS:
+            yield f"{shape}: all graphs after {alone['all_ms']:.0f} ms"
+        if beside["all_ms"] > BESIDE_TIMES * alone["all_ms"]:
+            yield f"{shape}: {beside['all_ms'] / alone['all_ms']:.2f} times as long beside copies"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write after each row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
+    parser.add_argument("--out", type=Path, default=Path("materialize.json"))
+    parser.add_argument("--commit", default=commit(), help="hash and date, where it is no checkout")
+    asked = parser.parse_args(arguments)
+    changed, _, changed_date = asked.commit.partition(" ")
+    about = {
+        "command": "make bench-materialize",
+        "machine": machine(),
+        "load": f"load average {os.getloadavg()[0]:.1f} before it",
+        "commit": changed,
+        "commit_date": changed_date,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    with tempfile.TemporaryDirectory(prefix="pilotlight-materialize-") as folder:
+        run = Run(Path(folder), asked.seconds)
+        recording = {shape: run.job("record", shape) for shape in asked.shapes}
+        recorded = {shape: run.told(job, f"record {shape}") for shape, job in recording.items()}
+        print(json.dumps({"recorded": recorded}), file=sys.stderr, flush=True)
+        for way, shape in [*product(asked.ways, asked.shapes)] * asked.repeats:
+            if recorded[shape] is not None:
+                run.measure(way, shape)
+                asked.out.write_text(json.dumps(document(run, about), indent=2) + "\n")
+    missed = [*run.missing, *floors(run)]
+    for line in missed:
+        print(line, file=sys.stderr)
+    if missed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""One process of ``bench/materialize.py``: a line of JSON.
+
+``python materialize_job.py WAY SHAPE FOLDER``: the way is ``record``, or one of
+``materialize.py``'s; FOLDER has what ``record`` of that shape wrote.
+"""
+
+import itertools
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from pilotlight.native.graphs import record_images
+
+if __name__ == "__main__" and sys.argv[1] == "record":
+    # Before the first kernel is loaded.
+    record_images()
+
+import torch
+from engine_gpu_weights import spec_of
+
+from pilotlight.common.messages.codec import decode_json, encode_json
+from pilotlight.engine.compute import GraphPlan
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.graphs import SIZES, DecodeSteps, GraphSet, GraphSupplier
+from pilotlight.engine.cuda.recording import GraphRecorder
+from pilotlight.engine.cuda.restored import RestoredGraphs
+from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.memory import StageMemory, layout_of
+from pilotlight.engine.engine import Engine
+from pilotlight.engine.models.registry import decoder_of
+from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.policy.materialized import GraphLayout
+from pilotlight.policy.model import Dtype
+from pilotlight.policy.request import Sampling
+
+if TYPE_CHECKING:
+    from pilotlight.engine.device.copying import Source
+
+INSTANCE, SLOT = InstanceId("bench"), 2
+KV_TOKENS = 32_768
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+DEVIATION, PATTERN_ELEMENTS = 0.02, 1 << 24
+LOOK_S, READY_S = 0.0005, 60.0
+
+
+class Model:
+    """An engine, and a model's weights in pinned memory of the host: one tensor's bytes serve all,
+    as often as they are read.
+    """
+
+    def __init__(self, shape: str) -> None:
+        self.spec = spec_of(shape)
+        self.arena = CudaArena()
+        limits = BatchLimits(step_tokens=8_192, running=256, prefix_cache=False)
+        self.engine = Engine(2, time.monotonic, limits, self.arena)
+        decoder = decoder_of(self.spec)
+        self._shapes = [
+            {decoder.stored_name(part, name): shape for name, shape in shapes.items()}
+            for part in range(self.spec.num_layers + 2)
+            for shapes in (decoder.stored_shapes(part),)
+        ]
+        generator = torch.Generator().manual_seed(5)
+        pattern = torch.randn(PATTERN_ELEMENTS, generator=generator).mul_(DEVIATION)
+        pattern = memoryview(pattern.bfloat16().view(torch.uint8).numpy()).cast("B")
+        longest = 2 * max(
+            torch.Size(shape).numel() for part in self._shapes for shape in part.values()
+        )
+        pieces = -(-longest // pattern.nbytes)
+        self._pool = memoryview(mmap.mmap(-1, pieces * pattern.nbytes))
+        for piece in range(pieces):
+            self._pool[piece * pattern.nbytes : (piece + 1) * pattern.nbytes] = pattern
+        self.arena.copier.pin(self._pool)
+
+    @property
+    def parts(self) -> range:
+        """All of it, in the order of execution."""
+        return range(self.spec.num_layers + 2)
+
+    def begin(self, plan: GraphPlan | None) -> None:
+        """The stage has its memory."""
+        decoder, whole = decoder_of(self.spec), self.spec.whole
+        layout = layout_of(self.arena, decoder, whole, Dtype.BFLOAT16)
+        room = sum(layout.part(part).num_bytes for part in self.parts)
+        blocks = KV_TOKENS // BLOCK_TOKENS
+        room += layout.kv_bytes(blocks, self.spec.num_layers, self.arena.granule_bytes)
+        self.engine.begin_load(
+            INSTANCE, self.spec, whole, Dtype.BFLOAT16, room, slot=SLOT, plan=plan
+        )
+
+    def place(self) -> float:
+        """All parts; the seconds until they are on the device."""
+        began_s = time.perf_counter()
+        for part in self.parts:
+            self.engine.place_part(INSTANCE, part, self.sources(part))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began_s
+
+    def sources(self, part: int) -> Mapping[str, "Source"]:
+        """A part's tensors, as a loader offers them."""
+        return {
+            name: (Dtype.BFLOAT16, shape, self._pool[: 2 * torch.Size(shape).numel()])
+            for name, shape in self._shapes[part].items()
+        }
+
+
+class Capturing:
+    """A ``GraphPlan``: everything is compiled and captured before anything is answered."""
+
+    def __init__(self) -> None:
+        self.steps: DecodeSteps | None = None
+
+    def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
+        """See ``GraphPlan``."""
+        return CaptureOnSecondUse(memory.arena.device, scratch)
+
+    def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``."""
+        self.steps = steps
+
+
+class Watched(RestoredGraphs):
+    """Says when graphs were ready, from when the stage has its memory, in milliseconds."""
+
+    def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``."""
+        self._began_s = time.perf_counter()
+        self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
+        self.first_ms = self.all_ms = 0.0
+        super().begin(steps, graphs)
+        self._watch.start()
+
+    def wait(self) -> None:
+        """Until all are ready, or none comes any more."""
+        self._watch.join(READY_S)
+        news = self.news
+        if news.refused or news.ready != len(SIZES):
+            raise SystemExit(f"graphs are not restored: {news}")
+
+    def _look(self) -> None:
+        while not self.news.refused and not self.all_ms:
+            ms = (time.perf_counter() - self._began_s) * 1e3
+            ready = self.news.ready
+            self.first_ms = self.first_ms or (ms if ready else 0.0)
+            self.all_ms = ms if ready == len(SIZES) else 0.0
+            time.sleep(LOOK_S)
+
+
+def restored(shape: str, folder: Path) -> Watched:
+    """The plan of a shape's recorded graphs."""
+    layout = decode_json((folder / f"{shape}.json").read_bytes(), GraphLayout)
+    return Watched(layout, (folder / f"{shape}.graphs").read_bytes)
+
+
+def record(shape: str, folder: Path) -> dict[str, Any]:
+    """Records a shape's graphs."""
+    model, plan = Model(shape), GraphRecorder()
+    model.begin(plan)
+    model.place()
+    began_s = time.perf_counter()
+    made = plan.record()
+    (folder / f"{shape}.graphs").write_bytes(made.archive)
+    (folder / f"{shape}.json").write_bytes(encode_json(made.layout))
+    return {"record_s": time.perf_counter() - began_s, "archive_bytes": len(made.archive)}
+
+
+def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
+    """Restores all graphs, alone or while the weights come; then proves each of them."""
+    model, plan = Model(shape), restored(shape, folder)
+    copy_s = 0.0
+    model.begin(plan)
+    if beside:
+        copy_s = model.place()
+    plan.wait()
+    if not beside:
+        copy_s = model.place()
+    plan.prove()
+    return {
+        "first_ms": plan.first_ms,
+        "all_ms": plan.all_ms,
+        "copy_ms": copy_s * 1e3,
+        "proved": plan.news.proved,
+    }
+
+
+def captured(shape: str) -> dict[str, Any]:
+    """The weights are there: compiles, runs and captures each size."""
+    model, plan = Model(shape), Capturing()
+    model.begin(plan)
+    model.place()
+    assert plan.steps is not None
+    first_ms, began_s = 0.0, time.perf_counter()
+    for rows in SIZES:
+        for _ in range(2):  # the first one runs eagerly
+            plan.steps.trial(rows)
+        torch.cuda.synchronize()
+        first_ms = first_ms or (time.perf_counter() - began_s) * 1e3
+    return {"first_ms": first_ms, "all_ms": (time.perf_counter() - began_s) * 1e3}
+
+
+def cold(shape: str, plan: GraphPlan | None) -> dict[str, Any]:
+    """One request that waits for the model: its first token, and the gaps behind it."""
+    model = Model(shape)
+    began_s = time.perf_counter()
+    model.begin(plan)
+    prompt = [(7919 * place) % model.spec.vocab_size for place in range(1, PROMPT_TOKENS + 1)]
+    sampling = Sampling(seed=0, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    model.engine.add(RequestId("r"), 1, INSTANCE, prompt, (), sampling)
+    for part in model.parts:
+        model.engine.place_part(INSTANCE, part, model.sources(part))
+    at_s: list[float] = []
+    while model.engine.has_work:
+        for one in model.engine.step().produced:
+            at_s += [time.perf_counter()] * len(one.token_ids)
+    gaps_ms = sorted((after - before) * 1e3 for before, after in itertools.pairwise(at_s))
+    return {
+        "ttft_ms": (at_s[0] - began_s) * 1e3,
+        "tokens": len(at_s),
+        "worst_gap_ms": gaps_ms[-1],
+        "median_gap_ms": gaps_ms[len(gaps_ms) // 2],
+    }
+
+
+def main() -> None:
+    """Runs the one that is asked for."""
+    way, shape, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    torch.zeros(1, device="cuda")
+    ways = {
+        "record": lambda: record(shape, folder),
+        "restore": lambda: restore(shape, folder, beside=False),
+        "beside": lambda: restore(shape, folder, beside=True),
+        "captured": lambda: captured(shape),
+        "cold": lambda: cold(shape, restored(shape, folder)),
+        "cold-plain": lambda: cold(shape, None),
+    }
+    print(json.dumps(ways[way]()))
+    sys.stdout.flush()
+    os._exit(0)  # what the arena holds ends with the process
+
+
+if __name__ == "__main__":
+    main()
