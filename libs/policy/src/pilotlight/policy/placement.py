@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
+from pilotlight.policy.cluster import HealthState, HeldState, Liveness, NodeFacts, WorkerFacts
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.eviction.base import (
     EvictionCandidate,
@@ -17,7 +17,6 @@ from pilotlight.policy.eviction.base import (
     EvictionRules,
     RoomRequest,
     plan_eviction,
-    why_kept,
 )
 from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
 from pilotlight.policy.eviction.lru import Lru
@@ -56,6 +55,10 @@ class ServiceRules:
         """
         in_use = instance.idle_s(now_s) < self.recent_s
         return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
+
+    def keeps(self, instance: Instance, now_s: float) -> bool:
+        """Whether an instance stays whatever it is worth: it is on its way, or owed service."""
+        return instance.state in STARTING or self.is_settling_in(instance, now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,10 +277,22 @@ def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRul
     """What eviction could free on a worker at most, of what it holds and of what need not stay for
     now.
     """
-    if not worker.held:
+    idle = tuple(one for one in worker.held if one.state is HeldState.READY and one.in_flight == 0)
+    if not idle:
         return 0
-    request, found = _eviction(worker, None, snapshot, rules, None)
-    return sum(one.size_bytes for one in found if why_kept(one, request, rules.eviction) is None)
+    pinned = {one.name for one in snapshot.models if one.pinned}
+    here = {one.instance_id: one for one in snapshot.instances if one.state not in ENDED}
+    now_s, service, least_s = snapshot.now_s, rules.service, rules.eviction.min_residency_s
+    size_bytes = 0
+    # ``why_kept``, without a candidate of each: this is asked many times for each start.
+    for held in idle:
+        one = here.get(held.instance_id)
+        if held.model in pinned or (one is None and now_s < least_s):
+            continue
+        if one is not None and (now_s - one.state_since_s < least_s or service.keeps(one, now_s)):
+            continue
+        size_bytes += held.device_bytes
+    return size_bytes
 
 
 def eviction_plan(
@@ -363,11 +378,7 @@ def owed_service(
     """Instances that stay whatever they are worth: those that are owed service for their load, and
     those of which a stage is ready and another still loads.
     """
-    return tuple(
-        one.instance_id
-        for one in instances
-        if one.state in STARTING or service.is_settling_in(one, now_s)
-    )
+    return tuple(one.instance_id for one in instances if service.keeps(one, now_s))
 
 
 def _failed_here(

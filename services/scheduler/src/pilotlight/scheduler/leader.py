@@ -16,6 +16,7 @@ from pilotlight.common.waiting import Group, every, pause, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.line import shortened
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
@@ -46,6 +47,8 @@ from pilotlight.scheduler.world import World
 log = structlog.get_logger()
 
 TICK_S = 0.25
+REST_S = 0.02
+"""After a tick others run for half of its time, at most for this long, however much is new."""
 SETTLE_S = 0.5
 TOLD_AT_ONCE = 64
 """Holds that are published before other tasks have their turn."""
@@ -236,6 +239,8 @@ class Term:
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
             self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            # Rows and commands of starts go on between ticks alone.
+            await pause(min(tick_s / 2, REST_S))
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
@@ -253,7 +258,7 @@ class Term:
         waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
-        return ControlFacts(
+        facts = ControlFacts(
             now_s=now_s,
             term=TermFacts(
                 epoch=self._epoch,
@@ -279,6 +284,7 @@ class Term:
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
         )
+        return shortened(facts, self._memory, self._rules)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""

@@ -181,19 +181,22 @@ class Shelf:
             return self
         if len(gone) + len(come) > len(self.ranked) // 8:
             return self._anew(gone, come)
-        ranked, levels = list(self.ranked), dict(self.levels)
+        ranked, changed = list(self.ranked), dict[tuple[int, int], list[WorkerId]]()
+
+        def on(size_bytes: int, free_bytes: int) -> list[WorkerId]:
+            level = _level(size_bytes), _level(free_bytes)
+            if level not in changed:  # One copy, however many of a node's workers move.
+                changed[level] = list(self.levels.get(level, ()))
+            return changed[level]
+
         for size_bytes, worker_id, free_bytes in gone:
             del ranked[bisect.bisect_left(ranked, (size_bytes, worker_id))]
-            level = _level(size_bytes), _level(free_bytes)
-            ids = levels[level]
-            at = bisect.bisect_left(ids, worker_id)
-            levels[level] = (*ids[:at], *ids[at + 1 :])
+            ids = on(size_bytes, free_bytes)
+            del ids[bisect.bisect_left(ids, worker_id)]
         for size_bytes, worker_id, free_bytes in come:
             bisect.insort(ranked, (size_bytes, worker_id))
-            level = _level(size_bytes), _level(free_bytes)
-            ids = levels.get(level, ())
-            at = bisect.bisect_left(ids, worker_id)
-            levels[level] = (*ids[:at], worker_id, *ids[at:])
+            bisect.insort(on(size_bytes, free_bytes), worker_id)
+        levels = dict(self.levels) | {level: tuple(ids) for level, ids in changed.items()}
         return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
 
     def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:

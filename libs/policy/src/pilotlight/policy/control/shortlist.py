@@ -122,14 +122,38 @@ def for_turns(
     count = claiming + 1 + max(len(_having(name, draft)) for name in fitting)
     for shape in rooms.shapes:  # 3
         found.update(rooms.roomiest(shape, room_on, count))
-    crowded = [
-        one
-        for one in impatient
-        if one.name in fitting and not _has_places(one, found, draft, room_on, claims)
-    ]
+    crowded = _crowded(
+        [one for one in impatient if one.name in fitting], found, draft, room_on, claims
+    )
     if crowded:
         ways = making_way([*asking, *crowded], draft, claims)
     return ways.union(found)
+
+
+def _crowded(
+    models: Iterable[Model],
+    workers: AbstractSet[WorkerId],
+    draft: Draft,
+    room_on: Exact,
+    count: int,
+) -> list[Model]:
+    """Those of some models for which fewer workers than ``count`` have room. Models that need as
+    much, and are nowhere yet, are asked about once.
+    """
+    granules = {shape.granule_bytes for shape in draft.rooms.shapes}
+    alike, found = dict[tuple[object, ...], bool](), list[Model]()
+    for model in models:
+        if _having(model.name, draft):
+            has = _has_places(model, workers, draft, room_on, count)
+        else:
+            needs = (draft.needs.of(model, size) for size in sorted(granules))
+            key = (model.spec.part_bytes, *needs)
+            if key not in alike:
+                alike[key] = _has_places(model, workers, draft, room_on, count)
+            has = alike[key]
+        if not has:
+            found.append(model)
+    return found
 
 
 def _has_places(
