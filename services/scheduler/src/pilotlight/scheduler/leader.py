@@ -29,6 +29,7 @@ from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.decision_log import DecisionLog
+from pilotlight.scheduler.garbage import Garbage, between_turns
 from pilotlight.scheduler.grower import Grower
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
@@ -207,7 +208,8 @@ class Term:
                 group.create_task(self._settle_for_ever(), name="cold starts")
                 group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 group.create_task(self._log.run(), name="decision log")
-                await self._decide_for_ever()
+                with between_turns(self._clock.monotonic_s()) as garbage:
+                    await self._decide_for_ever(garbage)
         except* (NotLeader, DatabaseUnavailable, BusUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
             raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
@@ -222,7 +224,7 @@ class Term:
 
     # The loop.
 
-    async def _decide_for_ever(self) -> None:
+    async def _decide_for_ever(self, garbage: Garbage) -> None:
         while True:
             self._wake.clear()
             began_s = self._clock.monotonic_s()
@@ -239,6 +241,7 @@ class Term:
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
             self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            garbage.look(self._clock.monotonic_s())
             # Rows and commands of starts go on between ticks alone.
             await pause(min(tick_s / 2, REST_S))
             await woken(self._wake, TICK_S)
