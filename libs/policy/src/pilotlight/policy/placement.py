@@ -180,6 +180,9 @@ def by_worker(snapshot: Snapshot) -> Mapping[WorkerId, list[Instance]]:
     """Instances by the workers on which they have a stage."""
     on: dict[WorkerId, list[Instance]] = defaultdict(list)
     for instance in snapshot.instances:
+        if len(instance.placements) == 1:
+            on[instance.placements[0].worker_id].append(instance)
+            continue
         for worker_id in dict.fromkeys(placement.worker_id for placement in instance.placements):
             on[worker_id].append(instance)
     return on
@@ -250,8 +253,9 @@ def _refusal(
     if unusable is not None:
         return unusable
     for instance in snapshot.instances:  # 4
-        here = any(placement.worker_id == worker.worker_id for placement in instance.placements)
-        if here and instance.model == model.name and instance.state in STARTING | SERVING:
+        if instance.model != model.name or instance.state not in STARTING | SERVING:
+            continue
+        if any(placement.worker_id == worker.worker_id for placement in instance.placements):
             return f"it has {instance.instance_id} of the same model"
     return None
 

@@ -42,7 +42,7 @@ from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
-from pilotlight.scheduler.teller import Teller
+from pilotlight.scheduler.teller import Teller, pressing_first
 from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
@@ -328,15 +328,16 @@ class Term:
         self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
     ) -> None:
         """After the rows: holds say what was decided. A term's first turn tells everybody, which
-        must not keep the lease from being renewed.
+        must not keep the lease from being renewed, and those first who are to do something.
         """
         for holds in (plan.tell, plan.repeat):
-            for number, node_told in enumerate(holds.nodes):
-                await self._teller.tell_node(node_told, nodes)
-                await _others_too(number)
-            for number, worker_told in enumerate(holds.workers):
-                await self._teller.tell_worker(worker_told, nodes, workers)
-                await _others_too(number)
+            for part in pressing_first(holds):
+                for number, node_told in enumerate(part.nodes):
+                    await self._teller.tell_node(node_told, nodes)
+                    await _others_too(number)
+                for number, worker_told in enumerate(part.workers):
+                    await self._teller.tell_worker(worker_told, nodes, workers)
+                    await _others_too(number)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
 

@@ -328,7 +328,7 @@ class Rooms:
         shape: Shape,
         least_bytes: int,
         skipped: AbstractSet[WorkerId],
-        exact: Exact,
+        exact: Exact | None,
         count: int,
     ) -> tuple[WorkerId, ...]:
         """The first ``count`` ids of the workers of a shape on which room is free, and of those on
@@ -338,7 +338,7 @@ class Rooms:
             shape: Of the workers.
             least_bytes: What they must be able to give.
             skipped: Workers that do not count.
-            exact: What a worker can give now.
+            exact: What a worker can give now; None: those where room is free alone.
             count: Of each kind.
         """
         shelves = self.shapes[shape]
@@ -348,17 +348,16 @@ class Rooms:
 
         def can_be_made(worker_id: WorkerId) -> bool:
             slot = self.slots[worker_id]
-            if (
-                worker_id in skipped
-                or slot.free_bytes >= least_bytes
-                or slot.at_best_bytes < least_bytes
-            ):
+            if exact is None or worker_id in skipped:
                 return False
-            return exact(worker_id) >= least_bytes
+            has = slot.free_bytes < least_bytes <= slot.at_best_bytes
+            return has and exact(worker_id) >= least_bytes
 
         free = heapq.merge(
             *(islice(filter(is_free, ids), count) for ids in shelves.free.at_least(least_bytes))
         )
+        if exact is None:
+            return tuple(islice(free, count))
         made = heapq.merge(
             *(
                 islice(filter(can_be_made, ids), count)
