@@ -42,7 +42,7 @@ def change_of(before: object, after: object) -> Change:
         return _keys_changed(known, cast("Mapping[Any, Any]", after))
     if isinstance(after, tuple) and isinstance(before, tuple):
         return _items_changed(cast("tuple[Any, ...]", before), cast("tuple[Any, ...]", after))
-    if isinstance(after, frozenset) and isinstance(before, frozenset) and before:
+    if isinstance(after, frozenset) and isinstance(before, frozenset):
         come, gone = _names_changed(
             cast("frozenset[object]", before), cast("frozenset[object]", after)
         )

@@ -159,12 +159,18 @@ def _as_free(servers: Sequence[Server], tier: Sequence[Candidate]) -> list[Serve
     ]
 
 
+def is_late(model: Model, waited_s: float) -> bool:
+    """Whether a request has waited for longer than its SLO, so that no start meets that."""
+    return waited_s * 1000 > model.slo.ttft_ms
+
+
 def _in_room(
     request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
 ) -> Chosen | None:
     """Rule 2."""
     free = _choose(request, _as_free(servers, tier), tier, rules)
-    if free is not None and free.meets_slo:
+    # Of a request that is late by its waiting alone no choice is in time, with eviction or without.
+    if free is not None and (free.meets_slo or is_late(request.model, request.waited_s)):
         return free
     made = None
     least_bytes = {

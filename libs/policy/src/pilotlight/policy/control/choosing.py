@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pilotlight.policy.cluster import HealthState
-from pilotlight.policy.coldstart.chosen import ALTERNATIVES
+from pilotlight.policy.coldstart.chosen import ALTERNATIVES, is_late
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.control.starts import Chosen
@@ -50,7 +50,8 @@ def choose_among(
         free = for_start(model, draft, rules.scheme.placement, excluded, count, makeable=False)
         seen = slice_for(model, draft.slice((model.name,), free, model.digest, ours))
         found = choose_scheme(model, seen, asked, excluded, fleet, known, instances)
-        if _stands(found, draft):
+        late = any(is_late(model, one.oldest_age_s) for one in ours)
+        if (found.meets_slo or late) and _stands(found, draft):
             return seen, found
     workers = for_start(model, draft, rules.scheme.placement, excluded, count)
     if not workers and not explained:
@@ -64,7 +65,7 @@ def choose_among(
 
 def _is_plain(model: Model, draft: Draft) -> bool:
     """Whether a choice in free room may stand whatever eviction could free: a policy prefers free
-    room in which the SLO is met, and the model has failed nowhere. A small cluster is shown whole.
+    room where the SLO is met, or cannot be, and the model has failed nowhere. A small cluster is shown whole.
     """
     if draft.rules.scheme.choice is None:
         return False
@@ -79,8 +80,10 @@ def _of_digest(model: Model, draft: Draft) -> Iterable[Instance]:
 
 
 def _stands(found: SchemeChoice, draft: Draft) -> bool:
-    """Whether no worker on which room must be made could be a better choice."""
-    if found.scheme is None or not found.meets_slo or found.needs_eviction:
+    """Whether no worker on which room must be made could be a better choice than one that is in
+    time, or as late as any.
+    """
+    if found.scheme is None or found.needs_eviction:
         return False
     views = (draft.facts.workers[one.worker_id] for one in found.scheme.placements)
     return all(one.facts.health.state is not HealthState.DEGRADED for one in views)
