@@ -65,7 +65,8 @@ def choose_among(
 
 def _is_plain(model: Model, draft: Draft) -> bool:
     """Whether a choice in free room may stand whatever eviction could free: a policy prefers free
-    room where the SLO is met, or cannot be, and the model has failed nowhere. A small cluster is shown whole.
+    room where the SLO is met, or cannot be, and the model has failed nowhere. A small cluster is
+    shown whole.
     """
     if draft.rules.scheme.choice is None:
         return False
