@@ -96,6 +96,8 @@ class PlayedNode:
         self.held: dict[WorkerId, dict[InstanceId, HeldStage]] = {
             WorkerId(f"w{number:04}-{index}"): {} for index in range(workers)
         }
+        self.ready_s: dict[InstanceId, float] = {}
+        """Since when stages are idle: no request runs here."""
         self.copies: dict[str, Copy] = {}
         self.incarnation = secrets.token_hex(6)
         self.teller = NodeTeller(self.node_id, self.incarnation, now_s)
@@ -128,7 +130,10 @@ class PlayedNode:
             node_id=self.node_id,
             device=DEVICE,
             liveness=Liveness.ALIVE,
-            held=tuple(self.held[worker_id].values()),
+            held=tuple(
+                replace(one, idle_s=now_s - self.ready_s.get(key, now_s))
+                for key, one in self.held[worker_id].items()
+            ),
         )
         report = WorkerReport(
             facts=facts, incarnation=self.incarnation, epoch_seen=self.epoch, seq=self._seq
@@ -229,6 +234,7 @@ class Players:
         node.epoch = hold.epoch
         for instance_id in [one for one in held if one not in wanted]:
             del held[instance_id]
+            node.ready_s.pop(instance_id, None)
             changed = True
         for instance_id, one in wanted.items():
             before = held.get(instance_id)
@@ -265,6 +271,7 @@ class Players:
             node.held[worker_id][instance_id] = replace(
                 stage, state=HeldState.READY, loaded=moment_of(self._clock)
             )
+            node.ready_s[instance_id] = now_s
             node.say_worker(worker_id, now_s)
             self._dirty[node.node_id] = None
 

@@ -11,6 +11,7 @@ from pilotlight.policy.coldstart.chosen import KnownStarts
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
 from pilotlight.policy.control.fetches import newcomers
+from pilotlight.policy.control.focus import EARLY_S
 from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
 from pilotlight.policy.control.line import looked_at
 from pilotlight.policy.control.plan import (
@@ -61,6 +62,7 @@ class Said:
     surplus_since_s: dict[ModelName, float]
     told_nodes: dict[NodeId, Told]
     told_workers: dict[WorkerId, Told]
+    repeated_s: float
 
 
 def said(plan: Plan) -> Said:
@@ -99,6 +101,7 @@ def said(plan: Plan) -> Said:
         surplus_since_s=dict(memory.surplus_since_s),
         told_nodes=dict(memory.told_nodes),
         told_workers=dict(memory.told_workers),
+        repeated_s=memory.repeated_s,
     )
 
 
@@ -117,7 +120,7 @@ def plain_tick(
         fetches: The books of fetches, for a policy of ``coldstart``. They follow from one tick to
             the next: they are taken from the tick that is compared.
     """
-    now_s, waiting = facts.now_s, {one.model for one in facts.demand}
+    now_s, waiting = facts.now_s, {*facts.asked, *(one.model for one in facts.demand)}
     facts = replace(facts, demand=looked_at(facts, memory, rules))
     demand = _with_wanted(facts.demand, memory.wanted, rules)
     used = refreshed(facts.books, facts.workers.values(), {one.model for one in demand}, now_s)
@@ -174,6 +177,9 @@ def plain_tick(
             surplus_since_s=scaled.surplus_since_s,
             told_nodes=Table[NodeId, Told]().put(told_nodes),
             told_workers=Table[WorkerId, Told]().put(told_workers),
+            repeated_s=now_s
+            if now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
+            else memory.repeated_s,
         ),
         changes=changes,
         drain=tuple(draft.drains),
@@ -285,7 +291,11 @@ def _tell(
     def news(told: Mapping[Key, Told], receivers: Iterable[Key]) -> list[Key]:
         return [one for one in receivers if one not in told or told[one].essence != essences[one]]
 
+    repeats = now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
+
     def late(told: Mapping[Key, Told], but: Iterable[Key]) -> list[Key]:
+        if not repeats:
+            return []
         left = sorted((one.at_s, key) for key, one in told.items() if key not in but)
         return [key for at_s, key in left if at_s <= now_s - rules.repeat_s][: rules.repeat_limit]
 

@@ -17,7 +17,7 @@ from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.plan import ControlRules, StartOrder
 from pilotlight.policy.control.testing import LargeCluster, Size
 from pilotlight.policy.eviction.rivals.idle import TimeToLive
-from pilotlight.policy.ids import DecisionId, Epoch, Generation, InstanceId, WorkerId
+from pilotlight.policy.ids import DecisionId, Epoch, Generation, InstanceId, ModelName, WorkerId
 from pilotlight.policy.plan import Instance, InstanceState
 
 DAY_BYTES = 10**9
@@ -142,6 +142,17 @@ def test_a_change_makes_the_one_of_the_other() -> None:
     change = msgspec.msgpack.decode(msgspec.msgpack.encode(change_of(before, after)))
     assert changed_by(before, change, type(before)) == after
     assert change_of(after, replace(after)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("was", "now"), [("", "ab"), ("ab", "abc"), ("abc", "c"), ("ab", "cd"), ("ab", "")]
+)
+def test_of_a_set_of_names_it_is_written_who_came_and_who_went(was: str, now: str) -> None:
+    facts = LargeCluster(Size(nodes=1, workers_per_node=1, models=2, instances=1)).facts(None)
+    before, after = (replace(facts, asked=frozenset(map(ModelName, names))) for names in (was, now))
+    change = msgspec.msgpack.decode(msgspec.msgpack.encode(change_of(before, after)))
+    assert changed_by(before, change, type(before)) == after
+    assert change_of(after, replace(after, asked=frozenset(after.asked))) == [0]
 
 
 @pytest.mark.parametrize("change", [[9], [2, {99: [0]}], [3, 4], [1, "x"]])

@@ -261,7 +261,8 @@ def test_few_workers_are_compared_for_who_makes_way(size: Size) -> None:
 
 def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
     cluster = quiet(SMALL)
-    cluster.rules = replace(cluster.rules, repeat_s=1.0, repeat_limit=7)
+    rules = replace(cluster.rules, repeat_s=1.0, repeat_limit=7, repeat_every_s=0.01)
+    cluster.rules = rules
     repeated: list[str] = []
     cluster.now_s += 1.0
     for _ in range(-(-len(cluster.workers) // 7)):
@@ -270,6 +271,8 @@ def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
         assert plan.visited.models == plan.visited.instances == 0
         repeated += [one.worker_id for one in plan.repeat.workers]
         cluster.memory, cluster.books = plan.memory, plan.books
+        assert not cluster.tick().repeat.workers, "not with every tick, however many there are"
+        cluster.now_s += rules.repeat_every_s
     assert sorted(repeated) == sorted(cluster.workers)
 
 

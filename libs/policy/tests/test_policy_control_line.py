@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from plain_control import said
 
 from pilotlight.policy.control.focus import NOTHING
-from pilotlight.policy.control.line import looked_at, may_try
+from pilotlight.policy.control.line import looked_at, may_try, shortened
 from pilotlight.policy.control.plan import NO_ROOM, Backing, ControlFacts, ControlRules, Memory
 from pilotlight.policy.control.testing import LargeCluster, Size
+from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.turns import TurnRules
 
@@ -81,6 +82,31 @@ def test_it_is_the_first_of_the_line_and_who_was_tried_longest_ago(
     found = looked_at(facts, memory, rules)
     assert {one.model for one in found} == by_hand(facts, memory, rules)
     assert len({one.model for one in found}) == len(found)
+    short = shortened(facts, memory, rules)
+    assert short.demand == looked_at(short, memory, rules) == found
+    assert {*short.asked, *(one.model for one in short.demand)} == {
+        one.model for one in facts.demand
+    }
+    assert shortened(short, memory, rules) == short
+
+
+def test_a_tick_of_shortened_facts_says_the_same() -> None:
+    cluster = CLUSTER.kept()
+    cluster.rules = replace(
+        cluster.rules, turns=TurnRules(line_limit=8), starts_at_once=2, retry_first_s=0.01
+    )
+    cluster.crowd()
+    cluster.ask(0, count=40, age_s=1.0)
+    refusals = 0
+    for _ in range(6):
+        facts = replace(cluster.facts(NOTHING), demand_seen_s={ModelName("m00010"): 1.0})
+        short = shortened(facts, cluster.memory, cluster.rules)
+        assert len(short.demand) < len(facts.demand)
+        plan, again = (tick(one, cluster.memory, cluster.rules) for one in (facts, short))
+        assert said(plan) == said(again)
+        refusals += len(plan.refuse)
+        cluster.carry_out(plan)
+    assert refusals > 8, "who was refused is remembered, whether it is looked at or not"
 
 
 CLUSTER = LargeCluster(SMALL)

@@ -10,6 +10,7 @@ wants to see, and a digest of the whole plan.
 A file that a process did not end well is read as far as it is whole.
 """
 
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".decisions"
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 20
@@ -108,6 +109,8 @@ class Handed:
     )
     told_workers: Mapping[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
     told_nodes: Mapping[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+    repeated_s: float | None = None
+    """None: never."""
 
 
 NOTHING_HANDED = Handed()
@@ -147,6 +150,7 @@ def noted(facts: ControlFacts, memory: Memory, plan: Plan, *, first: bool) -> No
         tries=memory.tries,
         told_workers=memory.told_workers,
         told_nodes=memory.told_nodes,
+        repeated_s=None if memory.repeated_s == -math.inf else memory.repeated_s,
     )
     before = dict.fromkeys(books.records) if first else books.touched
     return Noted(
@@ -174,11 +178,13 @@ class LogWriter:
 
     def write(self, one: Noted) -> None:
         """Write a tick. It is on its way to the file with the next ``flush``."""
-        workers, nodes = dict(self._workers), dict(self._nodes)
-        _take(workers, one.workers)
-        _take(nodes, one.nodes)
-        before = replace(self._facts, workers=self._workers, nodes=self._nodes)
-        after = replace(one.facts, workers=workers, nodes=nodes)
+        # Of thousands of workers and nodes those that changed: what is the same says nothing.
+        before = replace(
+            self._facts,
+            workers=_known(self._workers, one.workers),
+            nodes=_known(self._nodes, one.nodes),
+        )
+        after = replace(one.facts, workers=_there(one.workers), nodes=_there(one.nodes))
         records = [
             (str(key), None if now is None else change_of(_entry(was, self._models), entry))
             for key, (was, now) in one.records.items()
@@ -193,7 +199,8 @@ class LogWriter:
         )
         self._put(msgspec.msgpack.encode(frame))
         self._facts, self._models = replace(one.facts, workers={}, nodes={}), after.models
-        self._workers, self._nodes = workers, nodes
+        _take(self._workers, one.workers)
+        _take(self._nodes, one.nodes)
 
     def flush(self) -> None:
         """Everything written so far can be read."""
@@ -211,6 +218,14 @@ class LogWriter:
     def _out(self, squeezed: bytes) -> None:
         self._file.write(squeezed)
         self.size_bytes += len(squeezed)
+
+
+def _known(before: Mapping[Any, Any], news: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: before[key] for key in news if key in before}
+
+
+def _there(news: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in news.items() if value is not None}
 
 
 def _take(into: dict[Any, Any], news: Mapping[Any, Any]) -> None:
@@ -338,6 +353,7 @@ def _memory(change: Change) -> Memory:
         told_nodes=Table[NodeId, Told]().put(
             {key: _told(one) for key, one in handed.told_nodes.items()}
         ),
+        repeated_s=-math.inf if handed.repeated_s is None else handed.repeated_s,
     )
 
 

@@ -10,6 +10,7 @@ object before and after costs one comparison, since facts share what did not cha
                        [FIELDS, {number of the field: change}] of a dataclass
                        [KEYS, [[key, change], ...], [key, ...]]  of a mapping: put, gone
                        [ITEMS, [[index, change], ...]]         of a tuple of the same length
+                       [NAMES, [name, ...], [name, ...]]       of a set of strings: come, gone
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import msgspec
 from pilotlight.common.errors import InternalError
 
 T = TypeVar("T")
-SAME, WHOLE, FIELDS, KEYS, ITEMS = range(5)
+SAME, WHOLE, FIELDS, KEYS, ITEMS, NAMES = range(6)
 Change = list[Any]
 _ABSENT = object()
 
@@ -41,6 +42,11 @@ def change_of(before: object, after: object) -> Change:
         return _keys_changed(known, cast("Mapping[Any, Any]", after))
     if isinstance(after, tuple) and isinstance(before, tuple):
         return _items_changed(cast("tuple[Any, ...]", before), cast("tuple[Any, ...]", after))
+    if isinstance(after, frozenset) and isinstance(before, frozenset):
+        come, gone = _names_changed(
+            cast("frozenset[object]", before), cast("frozenset[object]", after)
+        )
+        return [NAMES, come, gone] if come or gone else [SAME]
     value = cast("object", after)
     if value == before and type(value) is type(before):
         return [SAME]
@@ -88,6 +94,14 @@ def _keys_changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Change
     return [KEYS, put, gone] if put or gone else [SAME]
 
 
+def _names_changed(
+    before: frozenset[object], after: frozenset[object]
+) -> tuple[list[object], list[object]]:
+    each = (sorted(msgspec.to_builtins(one)) for one in (after - before, before - after))
+    come, gone = each
+    return come, gone
+
+
 def _items_changed(before: tuple[Any, ...], after: tuple[Any, ...]) -> Change:
     alike = len(before) == len(after) and type(before) is type(after)
     if not alike or not all(map(dataclasses.is_dataclass, after)):
@@ -130,6 +144,9 @@ def _changed(before: Any, change: Change, as_type: Any) -> Any:
             for index, one in change[1]:
                 items[index] = _changed(items[index], one, of_item)
             return tuple(items)
+        case 5:
+            come, gone = (msgspec.convert(names, as_type) for names in change[1:])
+            return (before | come) - gone
         case other:
             raise ValueError(f"there is no change of kind {other}")
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.cluster import HealthState, Liveness, NodeFacts, WorkerFacts
+from pilotlight.policy.cluster import HealthState, HeldState, Liveness, NodeFacts, WorkerFacts
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.eviction.base import (
     EvictionCandidate,
@@ -17,7 +17,6 @@ from pilotlight.policy.eviction.base import (
     EvictionRules,
     RoomRequest,
     plan_eviction,
-    why_kept,
 )
 from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
 from pilotlight.policy.eviction.lru import Lru
@@ -56,6 +55,10 @@ class ServiceRules:
         """
         in_use = instance.idle_s(now_s) < self.recent_s
         return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
+
+    def keeps(self, instance: Instance, now_s: float) -> bool:
+        """Whether an instance stays whatever it is worth: it is on its way, or owed service."""
+        return instance.state in STARTING or self.is_settling_in(instance, now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +180,9 @@ def by_worker(snapshot: Snapshot) -> Mapping[WorkerId, list[Instance]]:
     """Instances by the workers on which they have a stage."""
     on: dict[WorkerId, list[Instance]] = defaultdict(list)
     for instance in snapshot.instances:
+        if len(instance.placements) == 1:
+            on[instance.placements[0].worker_id].append(instance)
+            continue
         for worker_id in dict.fromkeys(placement.worker_id for placement in instance.placements):
             on[worker_id].append(instance)
     return on
@@ -247,8 +253,9 @@ def _refusal(
     if unusable is not None:
         return unusable
     for instance in snapshot.instances:  # 4
-        here = any(placement.worker_id == worker.worker_id for placement in instance.placements)
-        if here and instance.model == model.name and instance.state in STARTING | SERVING:
+        if instance.model != model.name or instance.state not in STARTING | SERVING:
+            continue
+        if any(placement.worker_id == worker.worker_id for placement in instance.placements):
             return f"it has {instance.instance_id} of the same model"
     return None
 
@@ -274,10 +281,22 @@ def evictable_bytes(worker: WorkerFacts, snapshot: Snapshot, rules: PlacementRul
     """What eviction could free on a worker at most, of what it holds and of what need not stay for
     now.
     """
-    if not worker.held:
+    idle = tuple(one for one in worker.held if one.state is HeldState.READY and one.in_flight == 0)
+    if not idle:
         return 0
-    request, found = _eviction(worker, None, snapshot, rules, None)
-    return sum(one.size_bytes for one in found if why_kept(one, request, rules.eviction) is None)
+    pinned = {one.name for one in snapshot.models if one.pinned}
+    here = {one.instance_id: one for one in snapshot.instances if one.state not in ENDED}
+    now_s, service, least_s = snapshot.now_s, rules.service, rules.eviction.min_residency_s
+    size_bytes = 0
+    # ``why_kept``, without a candidate of each: this is asked many times for each start.
+    for held in idle:
+        one = here.get(held.instance_id)
+        if held.model in pinned or (one is None and now_s < least_s):
+            continue
+        if one is not None and (now_s - one.state_since_s < least_s or service.keeps(one, now_s)):
+            continue
+        size_bytes += held.device_bytes
+    return size_bytes
 
 
 def eviction_plan(
@@ -363,11 +382,7 @@ def owed_service(
     """Instances that stay whatever they are worth: those that are owed service for their load, and
     those of which a stage is ready and another still loads.
     """
-    return tuple(
-        one.instance_id
-        for one in instances
-        if one.state in STARTING or service.is_settling_in(one, now_s)
-    )
+    return tuple(one.instance_id for one in instances if service.keeps(one, now_s))
 
 
 def _failed_here(

@@ -16,6 +16,7 @@ from pilotlight.common.waiting import Group, every, pause, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.line import shortened
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
@@ -28,6 +29,7 @@ from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.decision_log import DecisionLog
+from pilotlight.scheduler.garbage import Garbage, between_turns
 from pilotlight.scheduler.grower import Grower
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
@@ -40,12 +42,14 @@ from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
-from pilotlight.scheduler.teller import Teller
+from pilotlight.scheduler.teller import Teller, pressing_first
 from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
 
 TICK_S = 0.25
+REST_S = 0.02
+"""After a tick others run for half of its time, at most for this long, however much is new."""
 SETTLE_S = 0.5
 TOLD_AT_ONCE = 64
 """Holds that are published before other tasks have their turn."""
@@ -204,7 +208,8 @@ class Term:
                 group.create_task(self._settle_for_ever(), name="cold starts")
                 group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 group.create_task(self._log.run(), name="decision log")
-                await self._decide_for_ever()
+                with between_turns(self._clock.monotonic_s()) as garbage:
+                    await self._decide_for_ever(garbage)
         except* (NotLeader, DatabaseUnavailable, BusUnavailable) as errors:
             reasons = [str(error) for error in errors.exceptions]
             raise NotLeader(f"the term is over: {'; '.join(reasons)}") from None
@@ -219,7 +224,7 @@ class Term:
 
     # The loop.
 
-    async def _decide_for_ever(self) -> None:
+    async def _decide_for_ever(self, garbage: Garbage) -> None:
         while True:
             self._wake.clear()
             began_s = self._clock.monotonic_s()
@@ -236,6 +241,9 @@ class Term:
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
             self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            garbage.look(self._clock.monotonic_s())
+            # Rows and commands of starts go on between ticks alone.
+            await pause(min(tick_s / 2, REST_S))
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
@@ -253,7 +261,7 @@ class Term:
         waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
-        return ControlFacts(
+        facts = ControlFacts(
             now_s=now_s,
             term=TermFacts(
                 epoch=self._epoch,
@@ -279,6 +287,7 @@ class Term:
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
         )
+        return shortened(facts, self._memory, self._rules)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
@@ -319,15 +328,16 @@ class Term:
         self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
     ) -> None:
         """After the rows: holds say what was decided. A term's first turn tells everybody, which
-        must not keep the lease from being renewed.
+        must not keep the lease from being renewed, and those first who are to do something.
         """
         for holds in (plan.tell, plan.repeat):
-            for number, node_told in enumerate(holds.nodes):
-                await self._teller.tell_node(node_told, nodes)
-                await _others_too(number)
-            for number, worker_told in enumerate(holds.workers):
-                await self._teller.tell_worker(worker_told, nodes, workers)
-                await _others_too(number)
+            for part in pressing_first(holds):
+                for number, node_told in enumerate(part.nodes):
+                    await self._teller.tell_node(node_told, nodes)
+                    await _others_too(number)
+                for number, worker_told in enumerate(part.workers):
+                    await self._teller.tell_worker(worker_told, nodes, workers)
+                    await _others_too(number)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
 

@@ -5,8 +5,9 @@ Written after the rows, brought level until it is.
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import structlog
 
@@ -24,6 +25,9 @@ log = structlog.get_logger()
 REMOVE_AFTER_S = 2.0
 """An ended instance is shown so long, so that watchers see why it ended."""
 TICK_S = 0.5
+AT_ONCE = 32
+"""Writes under way together: each waits for the server's word, and between two of them a whole tick
+of the leader may run."""
 
 Written = Callable[[], None]
 
@@ -96,20 +100,34 @@ class InstancePublisher:
 
     async def _write(self) -> None:
         while self._pending:
-            instance_id, pending = next(iter(self._pending.items()))
-            self._effects.check()
-            await self._bucket.put(instance_id, pending.instance, sent=moment_of(self._clock))
-            if self._pending.get(instance_id) is pending:
-                del self._pending[instance_id]
-            if pending.instance.state in ENDED:
-                self._removals[instance_id] = self._clock.monotonic_s() + REMOVE_AFTER_S
-            for callback in pending.written:
-                callback()
+            batch = list(islice(self._pending.items(), AT_ONCE))
+            await _all(self._show(instance_id, pending) for instance_id, pending in batch)
         now_s = self._clock.monotonic_s()
-        for instance_id in [key for key, due_s in self._removals.items() if due_s <= now_s]:
-            self._effects.check()
-            await self._bucket.delete(instance_id)
-            self._removals.pop(instance_id, None)
+        due = [key for key, due_s in self._removals.items() if due_s <= now_s]
+        for at in range(0, len(due), AT_ONCE):
+            await _all(map(self._remove, due[at : at + AT_ONCE]))
+
+    async def _show(self, instance_id: InstanceId, pending: _Pending) -> None:
+        self._effects.check()
+        await self._bucket.put(instance_id, pending.instance, sent=moment_of(self._clock))
+        if self._pending.get(instance_id) is pending:
+            del self._pending[instance_id]
+        if pending.instance.state in ENDED:
+            self._removals[instance_id] = self._clock.monotonic_s() + REMOVE_AFTER_S
+        for callback in pending.written:
+            callback()
+
+    async def _remove(self, instance_id: InstanceId) -> None:
+        self._effects.check()
+        await self._bucket.delete(instance_id)
+        self._removals.pop(instance_id, None)
+
+
+async def _all(writes: Iterable[Awaitable[None]]) -> None:
+    """Wait for all of some writes, then say what became of the first that failed."""
+    for outcome in await asyncio.gather(*writes, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
 
 
 def _differs(shown: Instance | None, instance: Instance) -> bool:

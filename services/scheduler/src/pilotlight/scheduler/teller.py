@@ -25,7 +25,7 @@ from pilotlight.policy.control.holds import (
     stages_of,
     upstreams_at,
 )
-from pilotlight.policy.control.plan import NodeTold, WorkerTold
+from pilotlight.policy.control.plan import Holds, NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.model import Model
@@ -123,6 +123,20 @@ class Teller:
             return
         told = NeverFits(model=model.name, digest=model.digest, message=message)
         await self.bus.publish(NEVER_FITS_SUBJECT, told)
+
+
+def pressing_first(holds: Holds) -> tuple[Holds, Holds]:
+    """Those by which something is to be fetched or held, and those that are empty."""
+    return (
+        Holds(
+            nodes=tuple(one for one in holds.nodes if one.fetches),
+            workers=tuple(one for one in holds.workers if one.holds),
+        ),
+        Holds(
+            nodes=tuple(one for one in holds.nodes if not one.fetches),
+            workers=tuple(one for one in holds.workers if not one.holds),
+        ),
+    )
 
 
 def _hold_of(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.coldstart.bursts import choose_burst
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.coldstart.facts import ClusterFacts, Usual, servers_for
@@ -158,12 +159,18 @@ def _as_free(servers: Sequence[Server], tier: Sequence[Candidate]) -> list[Serve
     ]
 
 
+def is_late(model: Model, waited_s: float) -> bool:
+    """Whether a request has waited for longer than its SLO, so that no start meets that."""
+    return waited_s * 1000 > model.slo.ttft_ms
+
+
 def _in_room(
     request: StartRequest, servers: Sequence[Server], tier: Sequence[Candidate], rules: ChoiceRules
 ) -> Chosen | None:
     """Rule 2."""
     free = _choose(request, _as_free(servers, tier), tier, rules)
-    if free is not None and free.meets_slo:
+    # Of a request that is late by its waiting alone no choice is in time, with eviction or without.
+    if free is not None and (free.meets_slo or is_late(request.model, request.waited_s)):
         return free
     made = None
     least_bytes = {
@@ -229,10 +236,7 @@ def _asked(
         waited_s=waited_s,
         books=known.fetches.forward(sorted(links), snapshot.now_s),
         now_s=snapshot.now_s,
-        overhead_s=max(
-            (known.timings.overhead_s(kind) for kind in {one.worker.device.kind for one in found}),
-            default=0.0,
-        ),
+        overhead_s=max(known.timings.overhead_s(kind) for kind in DeviceKind),
     )
     return request, servers
 
@@ -275,7 +279,7 @@ def _alternatives(
 
     1. with more than one stage: the best with fewer, which was not good enough
     2. the whole model on other workers: those that would have their bytes the soonest if they
-       fetched alone
+       fetched alone. Beside a choice in free room those that have it free, too
     """
     others: list[StartScheme] = []
     if chosen.size > 1:  # 1
@@ -287,6 +291,8 @@ def _alternatives(
     soonest: list[tuple[float, str, Assigned]] = []
     for server in servers:  # 2
         if server.worker_id in taken:
+            continue
+        if server.free_bytes < stage_room(model, whole, server.granule_bytes).least_bytes:
             continue
         missing = missing_parts(model, whole, server)
         size = sum(model.spec.part_bytes[part] for part in missing)

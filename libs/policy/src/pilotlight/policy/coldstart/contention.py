@@ -144,7 +144,10 @@ class FetchBooks:
         2. a newcomer that would be late
         """
         counts = link_counts(newcomers)
-        for key in dict.fromkeys(key for link in counts for key in self._sorted(link)):
+        # On a link that is never the bottleneck newcomers take nothing: all models of one source
+        # share such a one.
+        tight = (link for link in counts if link in self.capacities)
+        for key in dict.fromkeys(key for link in tight for key in self._sorted(link)):
             fetch = self.fetches[key]
             pending, left_s = fetch.pending_at(now_s), fetch.deadline_s - now_s
             limit = fetch.limit_bytes_per_s
@@ -260,7 +263,9 @@ class FetchBooks:
         for key in gone:
             del fetches[key]
         there = FetchBooks(capacities=self.capacities, fetches=fetches, on=kept)
-        affected = {key for link in links for key in kept.get(link, ())}
+        affected = {
+            key for link in links if link in self.capacities for key in kept.get(link, ())
+        } | news.keys()
         fetches.update(there._settled(affected - news.keys(), now_s))
         for key in affected:
             one = fetches[key]

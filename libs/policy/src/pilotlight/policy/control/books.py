@@ -15,11 +15,15 @@ from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING, STARTING
 from pilotlight.policy.model import Model
-from pilotlight.policy.plan import Instance
+from pilotlight.policy.plan import Instance, Placement
 
 REMEMBER_ENDED_S = 60.0
 """Ended instances are kept so long: failures slow the next start down, late phases still find their
 cold start."""
+
+USED_AGAIN_S = 0.05
+"""Reports of one use differ by their way here. Each stage that is idle beside one that is not would
+else have changed with every report of its worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,9 @@ class Books:
     by_model: Table[ModelName, Ids] = field(default_factory=Table["ModelName", "Ids"])
     by_digest: Table[Digest, Ids] = field(default_factory=Table["Digest", "Ids"])
     by_worker: Table[WorkerId, Ids] = field(default_factory=Table["WorkerId", "Ids"])
+    """Without those that have ended: hundreds a worker where many starts follow each other."""
     by_node: Table[NodeId, Ids] = field(default_factory=Table["NodeId", "Ids"])
+    """The same."""
     touched: Mapping[InstanceId, Record | None] = field(
         default_factory=dict[InstanceId, "Record | None"]
     )
@@ -75,7 +81,7 @@ class Books:
             known = news.get(instance_id) or self.records.find(instance_id)
             touched.setdefault(instance_id, known)
             news[instance_id] = record
-            if known is None or known.instance.placements != record.instance.placements:
+            if known is None or _places(known) != _places(record):
                 moved.append(record)
                 if known is not None:
                     moved.append(known)
@@ -152,7 +158,7 @@ def _indexed(
     for record in moved:
         instance_id = record.instance.instance_id
         current = records.find(instance_id)
-        places = current.instance.placements if current is not None else ()
+        places = _places(current) if current is not None else ()
         there = current is not None
         _mend(before.by_model, models, record.instance.model, instance_id, present=there)
         _mend(before.by_digest, digests, record.instance.digest, instance_id, present=there)
@@ -169,6 +175,11 @@ def _indexed(
         by_node=_mended(before.by_node, nodes),
         touched=touched,
     )
+
+
+def _places(record: Record) -> tuple[Placement, ...]:
+    """Where an instance takes room: nowhere, once it has ended."""
+    return () if record.instance.state in ENDED else record.instance.placements
 
 
 def _mend(
@@ -229,7 +240,8 @@ def refreshed(
             if instance.state in SERVING and worker_id == instance.lead:
                 used_s = view.heard_s if held.in_flight > 0 else view.facts_s - held.idle_s
                 used_s = max(instance.state_since_s, used_s)
-                if (held.in_flight, used_s) != (instance.in_flight, instance.last_used_s):
+                differs = abs(used_s - instance.last_used_s) > USED_AGAIN_S
+                if differs or held.in_flight != instance.in_flight:
                     used = replace(instance, in_flight=held.in_flight, last_used_s=used_s)
                     record = replace(record, instance=used)
             if record is not books.get(held.instance_id):

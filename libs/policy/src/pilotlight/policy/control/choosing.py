@@ -1,16 +1,18 @@
 """Where one start goes: what the choice looks at, and the choice."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
-from pilotlight.policy.coldstart.chosen import ALTERNATIVES
+from pilotlight.policy.cluster import HealthState
+from pilotlight.policy.coldstart.chosen import ALTERNATIVES, is_late
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.control.starts import Chosen
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.parallelism import CONSIDERED, choose_scheme
-from pilotlight.policy.plan import Snapshot
+from pilotlight.policy.parallelism import CONSIDERED, SchemeChoice, choose_scheme
+from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 
 
@@ -42,9 +44,16 @@ def choose_among(
     in_groups = choice is not None and choice.start.max_stages > 1
     # Of workers that are alike, as many as a choice of single ones tells of.
     count = CONSIDERED if choice is None or in_groups else ALTERNATIVES + 1
-    workers = for_start(model, draft, rules.scheme.placement, excluded, count)
     ours = tuple(one for one in demand if one.model == model.name)
     fleet, known = draft.rooms.fleet, draft.known_starts
+    if not explained and not in_groups and _is_plain(model, draft):
+        free = for_start(model, draft, rules.scheme.placement, excluded, count, makeable=False)
+        seen = slice_for(model, draft.slice((model.name,), free, model.digest, ours))
+        found = choose_scheme(model, seen, asked, excluded, fleet, known, instances)
+        late = any(is_late(model, one.oldest_age_s) for one in ours)
+        if (found.meets_slo or late) and _stands(found, draft):
+            return seen, found
+    workers = for_start(model, draft, rules.scheme.placement, excluded, count)
     if not workers and not explained:
         seen = draft.slice((model.name,), demand=ours)
         return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
@@ -52,6 +61,33 @@ def choose_among(
         workers |= nearest(draft, rules.explained_workers)
     seen = slice_for(model, draft.slice((model.name,), workers, model.digest, ours))
     return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
+
+
+def _is_plain(model: Model, draft: Draft) -> bool:
+    """Whether a choice in free room may stand whatever eviction could free: a policy prefers free
+    room where the SLO is met, or cannot be, and the model has failed nowhere. A small cluster is
+    shown whole.
+    """
+    if draft.rules.scheme.choice is None:
+        return False
+    if len(draft.facts.workers) <= draft.rules.explained_workers:
+        return False
+    return all(one.state is not InstanceState.FAILED for one in _of_digest(model, draft))
+
+
+def _of_digest(model: Model, draft: Draft) -> Iterable[Instance]:
+    records = draft.books.records
+    return (records[one].instance for one in draft.books.by_digest.get(model.digest, ()))
+
+
+def _stands(found: SchemeChoice, draft: Draft) -> bool:
+    """Whether no worker on which room must be made could be a better choice than one that is in
+    time, or as late as any.
+    """
+    if found.scheme is None or found.needs_eviction:
+        return False
+    views = (draft.facts.workers[one.worker_id] for one in found.scheme.placements)
+    return all(one.facts.health.state is not HealthState.DEGRADED for one in views)
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:

@@ -134,22 +134,24 @@ class Draft:
             return
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
+        linked = frozenset[WorkerId]()
         if self.rules.scheme.choice is not None:
             begun = [one for record in records if record.tentative for one in newcomers(record)]
             if begun:
-                self._book(self.fetches.admit(begun, self.facts.now_s))
+                linked = self._book(self.fetches.admit(begun, self.facts.now_s))
         self.place(
-            {placement.worker_id for one in records for placement in one.instance.placements}
+            {placement.worker_id for one in records for placement in one.instance.placements},
+            linked,
         )
 
-    def _book(self, fetches: FetchBooks) -> None:
-        """With other books of fetches: a node's workers stand where its link puts them."""
+    def _book(self, fetches: FetchBooks) -> frozenset[WorkerId]:
+        """With other books of fetches; the workers of the nodes whose links carry others now."""
         before, self.fetches = self.fetches.on, fetches
         links = {
             link for link in {*before, *fetches.on} if before.get(link) != fetches.on.get(link)
         }
         nodes = (NodeId(link.removeprefix(INTO)) for link in links if link.startswith(INTO))
-        self.place({one for node_id in nodes for one in self.homes.to(node_id)})
+        return frozenset(one for node_id in nodes for one in self.homes.to(node_id))
 
     @property
     def decided(self) -> Focus:
@@ -210,13 +212,20 @@ class Draft:
             return
         facts = self.facts
         heard = (one for name in sorted(nodes) if (one := facts.nodes.get(name)) is not None)
-        self._book(
+        linked = self._book(
             kept_up(self.fetches, self.books, facts.books.touched, instances, heard, facts.now_s)
         )
+        self.place((), linked)
 
-    def place(self, worker_ids: Iterable[WorkerId]) -> None:
-        """Bring the room of some workers up to date."""
-        slots: dict[WorkerId, Slot | None] = {}
+    def place(
+        self, worker_ids: Iterable[WorkerId], linked: frozenset[WorkerId] = frozenset()
+    ) -> None:
+        """Bring the room of some workers up to date; of those that are ``linked`` nothing has
+        changed but what their node's link carries.
+        """
+        slots: dict[WorkerId, Slot | None] = {
+            one: slot for one in linked if (slot := self._linked(one)) is not None
+        }
         for worker_id in worker_ids:
             view = self.facts.workers.get(worker_id)
             if view is None:
@@ -231,6 +240,17 @@ class Draft:
         self.rooms = self.rooms.put(slots)
         for known in self._known_rooms:
             known.forget(slots)
+
+    def _linked(self, worker_id: WorkerId) -> Slot | None:
+        """A worker's slot with its node's link as it is now; None where that changes nothing."""
+        slot, view = self.rooms.slots.find(worker_id), self.facts.workers.get(worker_id)
+        node = self.facts.nodes.get(view.facts.node_id) if view is not None else None
+        if slot is None or slot.shape is None or node is None:
+            return None
+        link = self._link(node)
+        if slot.shape.fits(node, link):
+            return None
+        return replace(slot, shape=slot.shape.beside(node, link))
 
     def known_room(self, rules: PlacementRules) -> KnownRoom:
         """What workers can give under some rules."""

@@ -92,12 +92,24 @@ def kept_up(
     if new:
         fetches = fetches.forward(sorted({link for one in new for link in one.links}), now_s)
         fetches = fetches.admit(new, now_s)  # 3
-    for node in listed:
-        fetches = _reported(fetches, books, node, now_s)  # 4
-    return fetches
+    return _reported(fetches, books, listed, now_s)  # 4
 
 
-def _reported(fetches: FetchBooks, books: Books, node: NodeFacts, now_s: float) -> FetchBooks:
+def _reported(
+    fetches: FetchBooks, books: Books, nodes: Iterable[NodeFacts], now_s: float
+) -> FetchBooks:
+    over: list[FetchKey] = []
+    for node in nodes:
+        fetches, ended = _reported_of(fetches, books, node, now_s)
+        over += ended
+    return fetches.done(over, now_s) if over else fetches
+
+
+def _reported_of(
+    fetches: FetchBooks, books: Books, node: NodeFacts, now_s: float
+) -> tuple[FetchBooks, list[FetchKey]]:
+    """With what one node reports of fetches that go on, and those that have ended."""
+    over: list[FetchKey] = []
     for record in books.on_node(node.node_id):
         for one in record.instance.placements:
             key = fetch_key(record.instance.instance_id, one.worker_id)
@@ -107,10 +119,11 @@ def _reported(fetches: FetchBooks, books: Books, node: NodeFacts, now_s: float) 
             pending = _pending_bytes(node, record, one)
             if pending is None:
                 continue
-            differs = abs(pending - known.pending_at(now_s))
-            if pending == 0 or differs > CONTRADICTS * one.fetch_bytes:
+            if pending == 0:
+                over.append(key)
+            elif abs(pending - known.pending_at(now_s)) > CONTRADICTS * one.fetch_bytes:
                 fetches = fetches.progress(key, pending, now_s)
-    return fetches
+    return fetches, over
 
 
 def _pending_bytes(node: NodeFacts, record: Record, placement: Placement) -> float | None:

@@ -1,5 +1,6 @@
 """What a tick looks at, what it remembers, what it says."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -55,6 +56,9 @@ class ControlRules:
     repeat_limit: int = 32
     """Workers, and nodes, that are told again in one tick because of the time alone, those first
     that were told longest ago."""
+    repeat_every_s: float = 0.2
+    """No sooner after such a tick the next one tells some again: under load ticks follow each other
+    at once, and each would have as many repeated as one at rest."""
     explained_workers: int = 64
     """In a cluster of no more workers than this, a decision's record has all of them. Else it has
     those that could be the answer."""
@@ -129,6 +133,8 @@ class ControlFacts:
     The books note themselves what changed in them: they are those of the last plan, with what was
     put in them since.
     """
+    asked: frozenset[ModelName] = frozenset()
+    """Models with demand that is left out, because a tick would not look at it (``line``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +177,8 @@ class Memory:
     """Since when models have had an instance too many."""
     told_workers: Table[WorkerId, Told] = field(default_factory=Table["WorkerId", Told])
     told_nodes: Table[NodeId, Told] = field(default_factory=Table["NodeId", Told])
+    repeated_s: float = -math.inf
+    """When holds were last told again because of the time alone."""
     index: Index | None = None
     """What the last tick found, so that the next one looks at what changed. None: it looks at
     everything."""

@@ -181,19 +181,22 @@ class Shelf:
             return self
         if len(gone) + len(come) > len(self.ranked) // 8:
             return self._anew(gone, come)
-        ranked, levels = list(self.ranked), dict(self.levels)
+        ranked, changed = list(self.ranked), dict[tuple[int, int], list[WorkerId]]()
+
+        def on(size_bytes: int, free_bytes: int) -> list[WorkerId]:
+            level = _level(size_bytes), _level(free_bytes)
+            if level not in changed:  # One copy, however many of a node's workers move.
+                changed[level] = list(self.levels.get(level, ()))
+            return changed[level]
+
         for size_bytes, worker_id, free_bytes in gone:
             del ranked[bisect.bisect_left(ranked, (size_bytes, worker_id))]
-            level = _level(size_bytes), _level(free_bytes)
-            ids = levels[level]
-            at = bisect.bisect_left(ids, worker_id)
-            levels[level] = (*ids[:at], *ids[at + 1 :])
+            ids = on(size_bytes, free_bytes)
+            del ids[bisect.bisect_left(ids, worker_id)]
         for size_bytes, worker_id, free_bytes in come:
             bisect.insort(ranked, (size_bytes, worker_id))
-            level = _level(size_bytes), _level(free_bytes)
-            ids = levels.get(level, ())
-            at = bisect.bisect_left(ids, worker_id)
-            levels[level] = (*ids[:at], worker_id, *ids[at:])
+            bisect.insort(on(size_bytes, free_bytes), worker_id)
+        levels = dict(self.levels) | {level: tuple(ids) for level, ids in changed.items()}
         return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
 
     def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
@@ -325,7 +328,7 @@ class Rooms:
         shape: Shape,
         least_bytes: int,
         skipped: AbstractSet[WorkerId],
-        exact: Exact,
+        exact: Exact | None,
         count: int,
     ) -> tuple[WorkerId, ...]:
         """The first ``count`` ids of the workers of a shape on which room is free, and of those on
@@ -335,7 +338,7 @@ class Rooms:
             shape: Of the workers.
             least_bytes: What they must be able to give.
             skipped: Workers that do not count.
-            exact: What a worker can give now.
+            exact: What a worker can give now; None: those where room is free alone.
             count: Of each kind.
         """
         shelves = self.shapes[shape]
@@ -345,17 +348,16 @@ class Rooms:
 
         def can_be_made(worker_id: WorkerId) -> bool:
             slot = self.slots[worker_id]
-            if (
-                worker_id in skipped
-                or slot.free_bytes >= least_bytes
-                or slot.at_best_bytes < least_bytes
-            ):
+            if exact is None or worker_id in skipped:
                 return False
-            return exact(worker_id) >= least_bytes
+            has = slot.free_bytes < least_bytes <= slot.at_best_bytes
+            return has and exact(worker_id) >= least_bytes
 
         free = heapq.merge(
             *(islice(filter(is_free, ids), count) for ids in shelves.free.at_least(least_bytes))
         )
+        if exact is None:
+            return tuple(islice(free, count))
         made = heapq.merge(
             *(
                 islice(filter(can_be_made, ids), count)

@@ -1,6 +1,6 @@
 """What a prediction sees of a worker beside its room: workers of one shape are alike to it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pilotlight.policy.cluster import Liveness, NodeFacts
 from pilotlight.policy.model import Model
@@ -39,6 +39,18 @@ class Shape:
             self.pool_unit_bytes,
             self.pool_bytes,
             self.slowness,
+        )
+
+    def beside(self, node: NodeFacts, link: LinkUse) -> "Shape":
+        """The same device beside another link."""
+        nic, transfers, pool_unit_bytes, pool_bytes, slowness = links_of(node, link)
+        return replace(
+            self,
+            nic_bytes_per_s=nic,
+            transfers=transfers,
+            pool_unit_bytes=pool_unit_bytes,
+            pool_bytes=pool_bytes,
+            slowness=slowness,
         )
 
     def pool_holds(self, model: Model) -> bool:

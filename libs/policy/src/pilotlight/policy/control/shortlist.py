@@ -4,6 +4,7 @@ had looked at all.
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.making_way import making_way
@@ -28,6 +29,8 @@ def for_start(
     rules: PlacementRules,
     excluding: frozenset[WorkerId] = frozenset(),
     count: int = CONSIDERED,
+    *,
+    makeable: bool = True,
 ) -> frozenset[WorkerId]:
     """Workers among which the best ``count`` for one instance of a model are
     (``parallelism.choose_scheme``).
@@ -43,6 +46,7 @@ def for_start(
         rules: How workers are chosen.
         excluding: Workers that may not be chosen.
         count: How many are wanted.
+        makeable: Also those on which room is not free, but can be made.
     """
     books, digest = draft.books, model.digest
     rooms, room_on = draft.rooms, draft.known_room(rules)
@@ -57,10 +61,17 @@ def for_start(
         if books.records[key].instance.state is InstanceState.FAILED:
             found.update(one.worker_id for one in books.records[key].instance.placements)
     skipped = found | excluding | _having(model.name, draft)
-    found = {one for one in found - excluding if _has_room(model, one, draft, room_on)}
+    fits = partial(_has_room, room_on=room_on) if makeable else _has_free_room
+    found = {one for one in found - excluding if fits(model, one, draft)}
     for shape in rooms.shapes:  # 3
         found.update(
-            rooms.first(shape, draft.needs.of(model, shape.granule_bytes), skipped, room_on, count)
+            rooms.first(
+                shape,
+                draft.needs.of(model, shape.granule_bytes),
+                skipped,
+                room_on if makeable else None,
+                count,
+            )
         )
     return frozenset(found)
 
@@ -122,14 +133,38 @@ def for_turns(
     count = claiming + 1 + max(len(_having(name, draft)) for name in fitting)
     for shape in rooms.shapes:  # 3
         found.update(rooms.roomiest(shape, room_on, count))
-    crowded = [
-        one
-        for one in impatient
-        if one.name in fitting and not _has_places(one, found, draft, room_on, claims)
-    ]
+    crowded = _crowded(
+        [one for one in impatient if one.name in fitting], found, draft, room_on, claims
+    )
     if crowded:
         ways = making_way([*asking, *crowded], draft, claims)
     return ways.union(found)
+
+
+def _crowded(
+    models: Iterable[Model],
+    workers: AbstractSet[WorkerId],
+    draft: Draft,
+    room_on: Exact,
+    count: int,
+) -> list[Model]:
+    """Those of some models for which fewer workers than ``count`` have room. Models that need as
+    much, and are nowhere yet, are asked about once.
+    """
+    granules = {shape.granule_bytes for shape in draft.rooms.shapes}
+    alike, found = dict[tuple[object, ...], bool](), list[Model]()
+    for model in models:
+        if _having(model.name, draft):
+            has = _has_places(model, workers, draft, room_on, count)
+        else:
+            needs = (draft.needs.of(model, size) for size in sorted(granules))
+            key = (model.spec.part_bytes, *needs)
+            if key not in alike:
+                alike[key] = _has_places(model, workers, draft, room_on, count)
+            has = alike[key]
+        if not has:
+            found.append(model)
+    return found
 
 
 def _has_places(
@@ -158,6 +193,14 @@ def _has_room(model: Model, worker_id: WorkerId, draft: Draft, room_on: Exact) -
         return False
     least_bytes = draft.needs.of(model, slot.shape.granule_bytes)
     return slot.at_best_bytes >= least_bytes and room_on(worker_id) >= least_bytes
+
+
+def _has_free_room(model: Model, worker_id: WorkerId, draft: Draft) -> bool:
+    """Whether room for a model is free on a worker."""
+    slot = draft.rooms.slots.find(worker_id)
+    if slot is None or slot.shape is None:
+        return False
+    return slot.free_bytes >= draft.needs.of(model, slot.shape.granule_bytes)
 
 
 def _having(model: ModelName, draft: Draft) -> frozenset[WorkerId]:

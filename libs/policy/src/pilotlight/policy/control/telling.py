@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from pilotlight.policy.cluster import NodeFacts, Tier
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.draft import Draft
-from pilotlight.policy.control.focus import Dues, Visited
+from pilotlight.policy.control.focus import EARLY_S, Dues, Visited
 from pilotlight.policy.control.holds import (
     PartFetch,
     StageHold,
@@ -45,6 +45,7 @@ class Telling:
     repeat: Holds
     told_nodes: Table[NodeId, Told]
     told_workers: Table[WorkerId, Told]
+    repeated_s: float
     index: Index
     """The draft's, with chains and times of this tick."""
     visited: Visited
@@ -64,7 +65,8 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     digests = look.digests | {one.instance.digest for one in draft.moved.values()}
     facts, rules, books = draft.facts, draft.rules, draft.books
     chains, rechained = _chained(draft, index, nodes, digests)
-    late_s = facts.now_s - rules.repeat_s
+    repeats = facts.now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
+    late_s = facts.now_s - rules.repeat_s if repeats else -math.inf
 
     def fetches(node_id: NodeId) -> NodeTold:
         here = {
@@ -109,6 +111,7 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         repeat=Holds(nodes=tuple(to_nodes.repeat), workers=tuple(to_workers.repeat)),
         told_nodes=to_nodes.told,
         told_workers=to_workers.told,
+        repeated_s=facts.now_s if repeats else memory.repeated_s,
         index=replace(
             draft.indexed, chains=chains, nodes_due=to_nodes.dues, workers_due=to_workers.dues
         ),

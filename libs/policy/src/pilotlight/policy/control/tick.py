@@ -60,7 +60,7 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         memory: What the tick before handed on.
         rules: Figures of the decisions.
     """
-    asked = frozenset(one.model for one in facts.demand)
+    asked = facts.asked.union(one.model for one in facts.demand)
     facts = replace(facts, demand=looked_at(facts, memory, rules))
     look = Look(facts, memory)
     used = look.read(_with_wanted(facts.demand, memory.wanted, rules))
@@ -154,6 +154,7 @@ def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelNam
             surplus_since_s=surplus_since_s,
             told_nodes=told.told_nodes,
             told_workers=told.told_workers,
+            repeated_s=told.repeated_s,
             index=index,
         ),
         drain=tuple(draft.drains),
