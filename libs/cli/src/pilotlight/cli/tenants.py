@@ -7,6 +7,11 @@ from urllib.parse import quote
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json, say, show_table
 
+COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens")
+SECONDS = ("device_s", "start_device_s", "idle_device_s")
+USED = (*(name.replace("_", " ") for name in COUNTS), "device s", "cold starts s", "idle s")
+"""Columns of usage."""
+
 
 def show_organizations(client: AdminClient, *, as_json: bool) -> int:
     """List organizations."""
@@ -188,25 +193,44 @@ def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as
     if as_json:
         emit_json(found)
         return 0
-    counts = ("requests", "failed", "prompt_tokens", "output_tokens")
     rows = [
         (
             one["day"],
             one["project"],
             f"{one['key_id']} {one['label']}".strip(),
             one["model"],
-            *(f"{one[name]:,}" for name in counts),
-            *(f"{one[name]:,.3f}" for name in ("device_s", "start_device_s", "idle_device_s")),
+            *_used(one),
         )
         for one in found["usage"]
     ]
-    columns = (
-        *("day (UTC)", "project", "key", "model"),
-        *(name.replace("_", " ") for name in counts),
-        *("device s", "cold starts s", "idle s"),
-    )
-    show_table(columns, rows, "nothing was used")
+    show_table(("day (UTC)", "project", "key", "model", *USED), rows, "nothing was used")
     return 0
+
+
+def show_usage_of_models(client: AdminClient, wanted: dict[str, str], *, as_json: bool) -> int:
+    """Requests, tokens and device-seconds by model, the costliest first.
+
+    Args:
+        client: Asks the gateway.
+        wanted: What the answer is to be narrowed to.
+        as_json: Print JSON in place of text.
+    """
+    found = client.get("/usage/models", **wanted)
+    if as_json:
+        emit_json(found)
+        return 0
+    costliest = sorted(found["models"], key=lambda one: -sum(one[name] for name in SECONDS))
+    rows = [(one["model"], *_used(one)) for one in costliest]
+    show_table(("model", *USED), rows, "nothing was used")
+    return 0
+
+
+def _used(row: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of ``USED``."""
+    return (
+        *(f"{row[name]:,}" for name in COUNTS),
+        *(f"{row[name]:,.3f}" for name in SECONDS),
+    )
 
 
 def _show_made(made: dict[str, Any], *, as_json: bool) -> int:

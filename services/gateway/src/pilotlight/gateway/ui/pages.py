@@ -17,6 +17,7 @@ from pilotlight.gateway.models.repository import StoredModel
 from pilotlight.gateway.records.audit import AuditFilter, AuditLog
 from pilotlight.gateway.records.display import COLD_STARTS, DECISIONS, INSTANCES, Display
 from pilotlight.gateway.records.recent import RecentReader
+from pilotlight.gateway.records.usage_report import DAYS, UsageReader
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.templating import Templates
@@ -44,6 +45,7 @@ class PageParts:
     display: Display
     recent: RecentReader
     audit: AuditLog
+    usage: UsageReader
 
 
 class Pages:
@@ -71,7 +73,10 @@ class Pages:
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return self._render(request, "model.html", **await self._model_values(request))
+        values = await self._model_values(request)
+        used = await self._parts.usage.by_model(None, None, model=values["model"].name)
+        cost = used[0] if used else None
+        return self._render(request, "model.html", cost=cost, days=DAYS, **values)
 
     async def model_part(self, request: Request) -> Response:
         """The moving part of a model's page."""
