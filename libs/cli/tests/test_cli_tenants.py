@@ -186,6 +186,18 @@ def test_limits_are_said_whole_and_shown(
         assert "600" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wrong", ["web", "pl-inference-secret", "key-0123", "../keys"])
+@pytest.mark.parametrize("command", ["revoke", "rotate", "limit"])
+def test_what_is_no_keys_id_is_not_sent(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], command: str, wrong: str
+) -> None:
+    assert run(["key", command, wrong]) == 1
+    captured = capsys.readouterr()
+    assert "pilotlight key list" in captured.err
+    assert "secret" not in captured.err + captured.out
+    assert gateway.asked == []
+
+
 def test_usage_for_people_and_as_csv(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers = {"GET /usage": {"usage": [USED]}}
     assert run(["usage", "--since", "2026-01-01", "--key", KEY["key_id"]]) == 0

@@ -1,11 +1,13 @@
 """``pilotlight org|project|key …`` and ``pilotlight usage``: whose requests there are."""
 
+import re
 import sys
 from typing import Any
 from urllib.parse import quote
 
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json, say, show_table
+from pilotlight.common.errors import BadRequest
 
 COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens")
 SECONDS = ("device_s", "start_device_s", "idle_device_s")
@@ -106,7 +108,7 @@ def limit_key(
         limits: None limits nothing.
         as_json: Print JSON in place of text.
     """
-    changed = client.put(f"/keys/{quote(key_id, safe='')}/limits", limits)
+    changed = client.put(f"{_key_path(key_id)}/limits", limits)
     told = f"{key_id}: {_limits(changed['limits'])}"
     say(changed, told, as_json=as_json)
     return 0
@@ -163,13 +165,13 @@ def rotate_key(client: AdminClient, key_id: str, overlap_s: float, *, as_json: b
         overlap_s: For how long the other goes on.
         as_json: Print JSON in place of text.
     """
-    made = client.post(f"/keys/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap_s})
+    made = client.post(f"{_key_path(key_id)}/rotate", {"overlap_s": overlap_s})
     return _show_made(made, as_json=as_json)
 
 
 def revoke_key(client: AdminClient, key_id: str, *, as_json: bool) -> int:
     """End a key."""
-    client.delete(f"/keys/{quote(key_id, safe='')}")
+    client.delete(_key_path(key_id))
     if as_json:
         emit_json({"key_id": key_id, "revoked": True})
     else:
@@ -231,6 +233,19 @@ def _used(row: dict[str, Any]) -> tuple[str, ...]:
         *(f"{row[name]:,}" for name in COUNTS),
         *(f"{row[name]:,.3f}" for name in SECONDS),
     )
+
+
+def _key_path(key_id: str) -> str:
+    """The route of a key.
+
+    Raises:
+        BadRequest: this is no key's id. It is not repeated: it may be the key itself.
+    """
+    if re.fullmatch(r"key-[0-9a-f]{16}", key_id) is None:
+        raise BadRequest(
+            "that is no key's id: one is key- and 16 hex digits, as `pilotlight key list` shows it"
+        )
+    return f"/keys/{key_id}"
 
 
 def _show_made(made: dict[str, Any], *, as_json: bool) -> int:

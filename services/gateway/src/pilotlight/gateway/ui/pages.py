@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import DatabaseUnavailable, NodeNotFound, NotFound, TraceNotFound
+from pilotlight.common.errors import (
+    DatabaseUnavailable,
+    ModelNotFound,
+    NodeNotFound,
+    NotFound,
+    TraceNotFound,
+)
 from pilotlight.gateway.admin.drains import DrainRepository, shown
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.models.repository import StoredModel
@@ -79,8 +85,12 @@ class Pages:
         return self._render(request, "model.html", cost=cost, days=DAYS, **values)
 
     async def model_part(self, request: Request) -> Response:
-        """The moving part of a model's page."""
-        return self._render(request, "model_part.html", **await self._model_values(request))
+        """The moving part of a model's page; it goes on asking when the model is deleted."""
+        try:
+            values = await self._model_values(request)
+        except ModelNotFound:
+            return self._render(request, "model_gone.html", model=request.path_params["name"])
+        return self._render(request, "model_part.html", **values)
 
     async def cold_starts(self, request: Request) -> Response:
         """The newest cold starts: the list comes by the stream."""
