@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.hostile, pytest.mark.anyio]
 
 AT_ONCE = 100
 PIPELINED = 50
-DEPTH = 1_000_000
+DEPTH = 100_000
 PEAK_BYTES = 64 * MB
 """While they come: a part of each, up to 256 KB, is read before anything is known of it."""
 GROWTH_BYTES = 24 * MB
