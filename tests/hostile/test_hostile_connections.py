@@ -21,7 +21,7 @@ PIPELINED = 50
 DEPTH = 100_000
 PEAK_BYTES = 64 * MB
 """While they come: a part of each, up to 256 KB, is read before anything is known of it."""
-GROWTH_BYTES = 24 * MB
+GROWTH_BYTES = 12 * MB
 SETTLED_S = 4.0
 SLOW_S = 0.5
 """Between two bytes of a slow client, whose head the gateway waits for 30 s."""
@@ -97,17 +97,21 @@ def attack(name: str, system: RunningSystem) -> Coroutine[Any, Any, int]:
     ],
 )
 async def test_hostile_connections(fresh_system: RunningSystem, name: str, right: set[int]) -> None:
-    watch, rounds = Watch(fresh_system), 1 if name == "slow heads" else 3
+    watch, rounds = Watch(fresh_system), 1 if name == "slow heads" else 4
     statuses = Counter[int]()
     async with watch.watching():
-        for _ in range(rounds):
+        settled = [watch.now_bytes]
+        for number in range(rounds):
             attacks = [attack(name, fresh_system) for _ in range(AT_ONCE)]
             statuses.update(await asyncio.wait_for(asyncio.gather(*attacks), DEADLINE_S))
-        await asyncio.sleep(SETTLED_S)
-        after_bytes = watch.now_bytes
+            if number in (0, rounds - 1):
+                await asyncio.sleep(SETTLED_S)
+                settled.append(watch.now_bytes)
+        after_bytes = settled[-1]
     print(json.dumps(watch.figures(f"{AT_ONCE} at a time: {name}", statuses, after_bytes)))
     assert set(statuses) <= right
     assert statuses[max(right)] or right == {400, 429}
     assert set(watch.answers) == {200}
     assert watch.peak_bytes - watch.before_bytes < PEAK_BYTES
-    assert after_bytes - watch.before_bytes < GROWTH_BYTES
+    # After a first round the allocator keeps some; what three more leave behind would go on growing.
+    assert settled[-1] - settled[-2] < GROWTH_BYTES
