@@ -113,5 +113,5 @@ async def test_hostile_connections(fresh_system: RunningSystem, name: str, right
     assert statuses[max(right)] or right == {400, 429}
     assert set(watch.answers) == {200}
     assert watch.peak_bytes - watch.before_bytes < PEAK_BYTES
-    # After a first round the allocator keeps some; what three more leave behind would go on growing.
+    # After a first round the allocator keeps some; three more must not add to it.
     assert settled[-1] - settled[-2] < GROWTH_BYTES
