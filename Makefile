@@ -53,7 +53,7 @@ test-compose:  ## build the containers, run the system with docker compose, brea
 	@tools/bootstrap.sh dev
 	@tools/test_compose.sh
 
-test-clients:  ## clients of OpenAI's, Anthropic's and Ollama's APIs: our tests with their libraries, then their own tests, LangChain's, vLLM's, LiteLLM and Node
+test-clients:  ## clients of OpenAI's, Anthropic's and Ollama's APIs: our tests with their libraries, then their own tests, LangChain's, vLLM's, LiteLLM, lm-eval and Node
 	@tools/bootstrap.sh dev
 	@$(PYTEST) services/gateway/tests/test_gateway_openai_*.py services/gateway/tests/test_gateway_surfaces_*.py $(LIMITED)
 	@tools/test_clients.sh

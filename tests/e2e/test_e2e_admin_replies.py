@@ -111,6 +111,7 @@ def ask_of_tenants(contract: Contract) -> None:
     contract.asks("DELETE", "/keys/{key_id}", key_id=newer["key_id"])
     contract.is_refused(404, "DELETE", "/keys/{key_id}", key_id=newer["key_id"])
     contract.asks("GET", "/usage")
+    contract.asks("GET", "/usage/models")
 
 
 def test_every_reply_is_what_its_document_says(system: RunningSystem) -> None:

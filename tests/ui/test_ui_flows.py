@@ -120,6 +120,35 @@ async def test_links_are_told_with_what_goes_over_them(
     await page.wait_for_url("**/ui/nodes/*")
 
 
+async def test_models_tell_what_they_cost(system: RunningSystem, open_tab: Any) -> None:
+    tab = await open_tab(system.url)
+    page = tab.page
+    with system.admin() as http:
+        assert http.post(f"/models/{MODEL}/warm").is_success
+        told = eventually(
+            lambda: [
+                one
+                for one in http.get("/usage/models").json()["models"]
+                if one["model"] == MODEL and one["start_device_s"] > 0
+            ],
+            60,
+        )
+    assert told
+    await tab.sign_in(system.key("admin"))
+    await tab.open("/models")
+    row = page.locator("#models tr.row", has_text=MODEL).first
+    cost = row.locator("[title*='cold starts']")
+    await cost.wait_for()
+    assert "loaded and idle" in (await cost.get_attribute("title") or "")
+    await page.get_by_role("button", name="Cost, 30 days").click()
+    assert await page.get_attribute("#models th:has-text('Cost')", "aria-sort") == "descending"
+    await row.get_by_role("link").click()
+    await page.wait_for_url(f"**/ui/models/{MODEL}")
+    assert "For cold starts" in await page.inner_text("#cost")
+    await page.click("#cost >> text=By day and key")
+    await page.wait_for_selector(f"#usage-part th:has-text('{MODEL}')")
+
+
 async def test_a_model_is_registered_changed_warmed_released_and_deleted(
     system: RunningSystem, open_tab: Any
 ) -> None:

@@ -186,6 +186,18 @@ def test_limits_are_said_whole_and_shown(
         assert "600" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wrong", ["web", "pl-inference-secret", "key-0123", "../keys"])
+@pytest.mark.parametrize("command", ["revoke", "rotate", "limit"])
+def test_what_is_no_keys_id_is_not_sent(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], command: str, wrong: str
+) -> None:
+    assert run(["key", command, wrong]) == 1
+    captured = capsys.readouterr()
+    assert "pilotlight key list" in captured.err
+    assert "secret" not in captured.err + captured.out
+    assert gateway.asked == []
+
+
 def test_usage_for_people_and_as_csv(gateway: Scripted, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answers = {"GET /usage": {"usage": [USED]}}
     assert run(["usage", "--since", "2026-01-01", "--key", KEY["key_id"]]) == 0
@@ -200,8 +212,28 @@ def test_usage_for_people_and_as_csv(gateway: Scripted, capsys: pytest.CaptureFi
     assert gateway.asked[-1][1] == {"format": ["csv"]}
 
 
+def test_usage_by_model_has_the_costliest_first(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
+) -> None:
+    dear = USED | {"model": "dear", "idle_device_s": 9000.0}
+    gateway.answers = {"GET /usage/models": {"models": [USED, dear]}}
+    assert run(["usage", "--by-model", "--model", "dear", "--since", "2026-01-01"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("dear") < shown.index(USED["model"])
+    assert "9,000.000" in shown
+    assert gateway.asked[-1][1] == {"since": ["2026-01-01T00:00:00+00:00"], "model": ["dear"]}
+    assert run(["usage", "--by-model", "--json"]) == 0
+    assert [one["model"] for one in out()["models"]] == [USED["model"], "dear"]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["usage", "--since", "yesterday"], ["usage", "--csv", "--json"]]
+    "arguments",
+    [
+        ["usage", "--since", "yesterday"],
+        ["usage", "--csv", "--json"],
+        ["usage", "--by-model", "--csv"],
+        ["usage", "--by-model", "--key", KEY["key_id"]],
+    ],
 )
 def test_what_makes_no_sense(
     gateway: Scripted, capsys: pytest.CaptureFixture[str], arguments: list[str]

@@ -1,5 +1,6 @@
 """What the commands show: checks of the machine, traces, logs, plans of processes."""
 
+import io
 import json
 import os
 import socket
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pilotlight.cli import logs, traces
 from pilotlight.cli.client import AdminClient
@@ -136,6 +138,24 @@ def test_a_trace_shows_each_span_once_and_failures_in_red(
     assert [row.style for row in tree.rows] == [None, "red"]
 
 
+def test_a_narrow_trace_cuts_names_and_no_numbers() -> None:
+    spans = [
+        {
+            "span_id": str(number), "parent_id": str(number - 1), "name": "a name of a span, as long as some are",
+            "service": "materializer", "status": "ok",
+            "start_at": "2026-01-01T00:00:00+00:00", "end_at": "2026-01-01T00:08:53.123400+00:00",
+        }
+        for number in range(1, 5)
+    ]  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=80).print(traces._tree(spans, 80))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 1 + len(spans)
+    assert all("533,123.4" in line and "materializer" in line for line in lines[1:])
+    assert lines[0].endswith("533,123 ms")
+    assert max(map(len, lines)) <= 80
+
+
 # logs
 
 
@@ -158,9 +178,9 @@ def test_the_end_of_each_log(home: Home, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_no_log_yet(home: Home) -> None:
-    assert logs.show(home, None, 5, follow=False, as_json=False) == 0
-    with pytest.raises(NotFound, match="none yet"):
-        logs.show(home, "gateway", 5, follow=False, as_json=False)
+    for service in (None, "gateway"):
+        with pytest.raises(NotFound, match=f"no logs in {home.logs}"):
+            logs.show(home, service, 5, follow=False, as_json=False)
 
 
 def test_lines_that_are_being_written_are_waited_for(tmp_path: Path) -> None:

@@ -304,6 +304,17 @@ async def test_usage_is_what_a_sum_by_hand_says_and_no_more_than_devices_had(
     told_s = sum(one["device_s"] + one["start_device_s"] for one in found)
     assert {one["idle_device_s"] for one in found} == {0.0}
     assert told_s == pytest.approx(passed_s, abs=1e-3)
+    by_model = (await world.http.get("/usage/models", params=since)).json()["models"]
+    assert [one.pop("model") for one in by_model] == sorted(models)
+    for model, sums in zip(sorted(models), by_model, strict=True):
+        of_model = [one for one in found if one["model"] == model]
+        assert sums == pytest.approx(
+            {name: sum(one[name] for one in of_model) for name in sums}, abs=1e-4
+        )
+    (one_model,) = (await world.http.get("/usage/models", params={**since, "model": "owl"})).json()[
+        "models"
+    ]
+    assert one_model == {"model": "owl", **by_model[1]}
     last = {**since, "until": "2026-03-02T00:00:00Z"}
     assert (await world.http.get("/usage", params=last)).json()["usage"] == [
         one for one in found if one["day"] == "2026-03-01"

@@ -1,6 +1,7 @@
 """The HTTP server's own limits: heads that never end, in bytes and in time."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -31,9 +32,13 @@ async def answer_to(world, *pieces, count=1):
     return received
 
 
-async def test_a_head_that_is_too_long_is_cut_off(world):
+async def test_a_head_that_is_too_long_is_refused(world):
     endless = (b"x-%d: %s\r\n" % (number, b"a" * 8000) for number in range(1000))
-    assert await answer_to(world, START, *endless) == b""
+    answer = await answer_to(world, START, *endless)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
 async def test_a_head_that_does_not_come_is_cut_off(world, monkeypatch):

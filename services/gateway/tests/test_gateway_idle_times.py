@@ -94,6 +94,9 @@ async def test_what_a_worker_says_is_told_once_whoever_hears_it(
     ]
     assert await told(world, model="owl") == [("2026-03-01", "", "owl", 0, 1.5)]
     assert await told(world, key_id="key-1") == []
+    since = {"since": "2026-03-01T00:00:00Z"}
+    models = (await world.http.get("/usage/models", params=since)).json()["models"]
+    assert [(one["model"], one["idle_device_s"]) for one in models] == [("fox", 8.0), ("owl", 1.5)]
 
 
 async def test_each_day_has_what_it_has_more_than_the_one_before(

@@ -185,38 +185,6 @@ async def test_ignore_eos_and_top_k(world):
     assert (sampling.ignore_eos, sampling.stop_token_ids, sampling.top_k) == (True, (), 40)
 
 
-async def test_logprobs(world):
-    await world.worker()
-    chat = await world.client.chat.completions.create(model="fox", messages=MESSAGES, logprobs=True)
-    content = chat.choices[0].logprobs.content
-    assert len(content) == chat.usage.completion_tokens
-    assert {entry.logprob for entry in content} == {-0.5}
-    assert content[0].bytes == list(content[0].token.encode())
-    plain = await world.client.completions.create(model="fox", prompt="x", logprobs=1)
-    logprobs = plain.choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == plain.usage.completion_tokens
-    assert logprobs.text_offset[0] == 0
-    assert logprobs.text_offset == sorted(logprobs.text_offset)
-    stream = await world.client.chat.completions.create(
-        model="fox", messages=MESSAGES, logprobs=True, stream=True
-    )
-    streamed = [
-        entry
-        async for chunk in stream
-        if chunk.choices[0].logprobs
-        for entry in chunk.choices[0].logprobs.content
-    ]
-    assert [entry.token for entry in streamed] == [entry.token for entry in content]
-
-
-async def test_stop_drops_logprobs_past_it(world):
-    await world.worker()
-    chat = await world.client.chat.completions.create(
-        model="fox", messages=MESSAGES, logprobs=True, stop="fox"
-    )
-    assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
-
-
 async def test_seed_is_assigned(world):
     worker = await world.worker()
     for _ in range(2):
@@ -358,30 +326,3 @@ async def test_what_an_answer_must_look_like_reaches_the_worker(world, body, kin
         model="fox", messages=MESSAGES, response_format={"type": "text"}
     )
     assert worker.submits[1].sampling.grammar is None
-
-
-async def test_the_likeliest_tokens_are_told(world):
-    a, b = world.ids("a")[0], world.ids("b")[0]
-    worker = await world.worker()
-    worker.script = lambda submit: [
-        TokenEntry(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            seq=0,
-            token_ids=[a],
-            logprobs=[-0.5],
-            top_logprobs=[[(a, -0.5), (b, -1.5)]],
-            finish=FinishReason.LENGTH,
-        )
-    ]
-    answer = await world.client.chat.completions.create(
-        model="fox", messages=MESSAGES, logprobs=True, top_logprobs=2
-    )
-    (token,) = answer.choices[0].logprobs.content
-    assert [(other.token, other.logprob, other.bytes) for other in token.top_logprobs] == [
-        ("a", -0.5, [97]),
-        ("b", -1.5, [98]),
-    ]
-    assert worker.submits[0].sampling.top_logprobs == 2
-    text = await world.client.completions.create(model="fox", prompt="x", logprobs=2)
-    assert text.choices[0].logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}]

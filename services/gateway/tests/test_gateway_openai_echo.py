@@ -132,7 +132,10 @@ async def test_only_the_prompt_is_told_without_output(world):
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (PROMPT, "length")
     assert len(choice.logprobs.tokens) == answer.usage.prompt_tokens
-    assert choice.logprobs.top_logprobs is None
+    alone = zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True)
+    assert choice.logprobs.top_logprobs == [
+        None if logprob is None else {token: logprob} for token, logprob in alone
+    ]
     assert answer.usage.completion_tokens == 0
     assert worker.submits[0].sampling.max_tokens == 1
 

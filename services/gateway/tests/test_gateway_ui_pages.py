@@ -235,3 +235,14 @@ def test_scripts_and_styles_load_nothing_from_elsewhere() -> None:
     for file in [*(FOLDER / "static").glob("*.js"), *(FOLDER / "static").glob("*.css")]:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert re.search(r"https?://|innerHTML|eval\(|@import", text) is None, file.name
+
+
+async def test_the_page_of_a_model_that_is_deleted_says_so(world: UiWorld) -> None:
+    """It asks for its part again and again: a browser names each 404 on the console."""
+    await world.admin.register(write_folder(world.admin.models / "tiny", checkpoint_files()), "t/m")
+    await world.sign_in()
+    assert (await world.http.get("/ui/models/t/m")).status_code == 200
+    assert (await world.admin.http.delete("/models/t/m")).is_success
+    part = await world.http.get("/ui/parts/models/t/m")
+    assert (part.status_code, "t/m is not registered any more" in part.text) == (200, True)
+    assert (await world.http.get("/ui/models/t/m")).status_code == 404

@@ -9,6 +9,7 @@ from sqlalchemy import insert
 
 from pilotlight.common.db import tables
 from pilotlight.common.testing import MakeContext
+from pilotlight.gateway.admin.testing import checkpoint_files, write_folder
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.ui.tenant_pages import ROWS_SHOWN
 from pilotlight.gateway.ui.testing import UiWorld, ui_world
@@ -77,6 +78,26 @@ async def test_usage_is_shown_added_up_and_filtered(world: UiWorld) -> None:
     yesterday = today - timedelta(days=1)
     assert tiles(await page_of(world, f"from={yesterday}&to={yesterday}"))[0] == "1"
     assert "Nothing was used" in await page_of(world, "model=none")
+
+
+async def test_a_models_page_has_what_it_cost(world: UiWorld) -> None:
+    key = await make_key(world)
+    for name in ("t/fox", "t/owl"):
+        folder = write_folder(world.admin.models / name, checkpoint_files())
+        await world.admin.register(folder, name)
+    await use(world, key["key_id"], "t/fox", 0, 2)
+    await use(world, key["key_id"], "t/fox", 40)
+    at = world.admin.context.clock.wall()
+    idle = {"instance_id": "inst-1", "worker_id": "w-1", "at": at, "model": "t/fox"}
+    async with world.admin.database.unit_of_work() as work:
+        await work.connection.execute(insert(tables.idle_times), [{**idle, "device_s": 3.0}])
+    await world.sign_in()
+    page = (await world.http.get("/ui/models/t/fox")).text
+    cost = page.partition("What it cost")[2].partition("</section>")[0]
+    assert tiles(cost) == ["4.00 s", "1.00 s", "0.0 ms", "3.00 s", "2", "26"]
+    assert "2.00 s a request" in page
+    assert 'href="/ui/usage?model=t/fox"' in page
+    assert "It took no device time." in (await world.http.get("/ui/models/t/owl")).text
 
 
 async def test_the_csv_of_the_page_has_its_rows(world: UiWorld) -> None:

@@ -108,7 +108,8 @@ def pull(
     if json:
         emit_json(found)
     else:
-        console.print(f"registered {told_model(found)}; try: pilotlight run {found['name']}")
+        told = f"registered {told_model(found)}; try: pilotlight run {found['name']}"
+        console.print(told, soft_wrap=True)
     return 0
 
 

@@ -18,10 +18,13 @@ POLL_INTERVAL_S = 0.25
 
 
 class LogNotFound(NotFound):
-    """There is no such log."""
+    """There is no such log, or none at all."""
 
     code = "log_not_found"
-    action = "Name one that the message lists, or none to see them all. Logs are where the system was started: see PILOTLIGHT_HOME."
+    action = (
+        "Name one that is there, or none to see them all. Logs are where the system was started: "
+        "run this in the same folder, or set PILOTLIGHT_HOME."
+    )
 
 
 def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: bool) -> int:
@@ -35,17 +38,19 @@ def show(home: Home, service: str | None, lines: int, *, follow: bool, as_json: 
         as_json: Print JSON in place of text.
 
     Raises:
-        LogNotFound: there is no such log.
+        LogNotFound: there is no such log, or none at all.
     """
     files = sorted(home.logs.glob("*.log"))
+    if not files:
+        raise LogNotFound(f"there are no logs in {home.logs}: no system was started there yet")
     if service is not None:
+        known = ", ".join(file.stem for file in files)
         files = [
             file
             for file in files
             if file.stem == service or re.fullmatch(rf"{re.escape(service)}-\d+", file.stem)
         ]
         if not files:
-            known = ", ".join(sorted(file.stem for file in home.logs.glob("*.log"))) or "none yet"
             raise LogNotFound(f"there is no log of {service!r}; there is {known}")
     with contextlib.ExitStack() as stack:
         handles = [(file, stack.enter_context(file.open("rb"))) for file in files]

@@ -31,7 +31,7 @@ def say(value: Any, sentence: str, *, as_json: bool) -> None:
         sentence: Printed as it stands: nothing in it is markup.
         as_json: Print the document.
     """
-    emit_json(value) if as_json else console.print(sentence, markup=False)
+    emit_json(value) if as_json else console.print(sentence, markup=False, soft_wrap=True)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:

@@ -236,16 +236,23 @@ def usage(
     project: Annotated[str | None, Parameter(help="Only of its keys.")] = None,
     key: Annotated[str | None, Parameter(help="Only of the key with this id.")] = None,
     model: Annotated[str | None, Parameter(help="Only of this model.")] = None,
+    by_model: Annotated[
+        bool, Parameter(help="One row for each model.", negative="", show_default=False)
+    ] = False,
     csv: Annotated[
         bool, Parameter(help="Print CSV instead of text.", negative="", show_default=False)
     ] = False,
     json: Json = False,
 ) -> int:
-    """Show requests, tokens and device-seconds by day, key and model."""
+    """Show requests, tokens and device-seconds by day, key and model, or by model alone."""
     from pilotlight.cli import tenants
 
     if csv and json:
         raise UnprocessableInput("--csv and --json exclude each other")
+    if by_model and (csv or project or key):
+        raise UnprocessableInput(
+            "--by-model adds up all keys and has no CSV: leave --csv, --project and --key out"
+        )
     given = {
         "since": _moment("--since", since) if since is not None else None,
         "until": _moment("--until", until) if until is not None else None,
@@ -255,6 +262,8 @@ def usage(
     }
     wanted = {name: value for name, value in given.items() if value is not None}
     with admin_client() as client:
+        if by_model:
+            return tenants.show_usage_of_models(client, wanted, as_json=json)
         return tenants.show_usage(client, wanted, as_json=json, as_csv=csv)
 
 

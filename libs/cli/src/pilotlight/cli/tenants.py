@@ -1,11 +1,18 @@
 """``pilotlight org|project|key …`` and ``pilotlight usage``: whose requests there are."""
 
+import re
 import sys
 from typing import Any
 from urllib.parse import quote
 
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.output import console, emit_json, say, show_table
+from pilotlight.common.errors import BadRequest
+
+COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens")
+SECONDS = ("device_s", "start_device_s", "idle_device_s")
+USED = (*(name.replace("_", " ") for name in COUNTS), "device s", "cold starts s", "idle s")
+"""Columns of usage."""
 
 
 def show_organizations(client: AdminClient, *, as_json: bool) -> int:
@@ -101,7 +108,7 @@ def limit_key(
         limits: None limits nothing.
         as_json: Print JSON in place of text.
     """
-    changed = client.put(f"/keys/{quote(key_id, safe='')}/limits", limits)
+    changed = client.put(f"{_key_path(key_id)}/limits", limits)
     told = f"{key_id}: {_limits(changed['limits'])}"
     say(changed, told, as_json=as_json)
     return 0
@@ -158,13 +165,13 @@ def rotate_key(client: AdminClient, key_id: str, overlap_s: float, *, as_json: b
         overlap_s: For how long the other goes on.
         as_json: Print JSON in place of text.
     """
-    made = client.post(f"/keys/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap_s})
+    made = client.post(f"{_key_path(key_id)}/rotate", {"overlap_s": overlap_s})
     return _show_made(made, as_json=as_json)
 
 
 def revoke_key(client: AdminClient, key_id: str, *, as_json: bool) -> int:
     """End a key."""
-    client.delete(f"/keys/{quote(key_id, safe='')}")
+    client.delete(_key_path(key_id))
     if as_json:
         emit_json({"key_id": key_id, "revoked": True})
     else:
@@ -188,25 +195,57 @@ def show_usage(client: AdminClient, wanted: dict[str, str], *, as_json: bool, as
     if as_json:
         emit_json(found)
         return 0
-    counts = ("requests", "failed", "prompt_tokens", "output_tokens")
     rows = [
         (
             one["day"],
             one["project"],
             f"{one['key_id']} {one['label']}".strip(),
             one["model"],
-            *(f"{one[name]:,}" for name in counts),
-            *(f"{one[name]:,.3f}" for name in ("device_s", "start_device_s", "idle_device_s")),
+            *_used(one),
         )
         for one in found["usage"]
     ]
-    columns = (
-        *("day (UTC)", "project", "key", "model"),
-        *(name.replace("_", " ") for name in counts),
-        *("device s", "cold starts s", "idle s"),
-    )
-    show_table(columns, rows, "nothing was used")
+    show_table(("day (UTC)", "project", "key", "model", *USED), rows, "nothing was used")
     return 0
+
+
+def show_usage_of_models(client: AdminClient, wanted: dict[str, str], *, as_json: bool) -> int:
+    """Requests, tokens and device-seconds by model, the costliest first.
+
+    Args:
+        client: Asks the gateway.
+        wanted: What the answer is to be narrowed to.
+        as_json: Print JSON in place of text.
+    """
+    found = client.get("/usage/models", **wanted)
+    if as_json:
+        emit_json(found)
+        return 0
+    costliest = sorted(found["models"], key=lambda one: -sum(one[name] for name in SECONDS))
+    rows = [(one["model"], *_used(one)) for one in costliest]
+    show_table(("model", *USED), rows, "nothing was used")
+    return 0
+
+
+def _used(row: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of ``USED``."""
+    return (
+        *(f"{row[name]:,}" for name in COUNTS),
+        *(f"{row[name]:,.3f}" for name in SECONDS),
+    )
+
+
+def _key_path(key_id: str) -> str:
+    """The route of a key.
+
+    Raises:
+        BadRequest: this is no key's id. It is not repeated: it may be the key itself.
+    """
+    if re.fullmatch(r"key-[0-9a-f]{16}", key_id) is None:
+        raise BadRequest(
+            "that is no key's id: one is key- and 16 hex digits, as `pilotlight key list` shows it"
+        )
+    return f"/keys/{key_id}"
 
 
 def _show_made(made: dict[str, Any], *, as_json: bool) -> int:

@@ -13,8 +13,9 @@ from pilotlight.cli.output import console, emit_json
 from pilotlight.cli.waterfall import draw
 from pilotlight.common.errors import BadRequest
 
-LABELS_WIDTH = 50
-"""Columns before the axis, at most: span, service, milliseconds."""
+SPAN_WIDTH = 26
+"""Of the names of spans; longer ones are cut, so that numbers never are."""
+GAPS_WIDTH = 6
 MIN_WIDTH = 20
 
 
@@ -38,7 +39,7 @@ def show(client: AdminClient, named: str, *, as_json: bool) -> int:
         emit_json(trace)
         return 0
     if trace["spans"]:
-        console.print(_tree(trace["spans"], max(MIN_WIDTH, console.width - LABELS_WIDTH)))
+        console.print(_tree(trace["spans"], console.width))
     for cold_start in trace["cold_starts"]:
         console.print(
             f"\ncold start of [bold]{cold_start['model']}[/] as {cold_start['instance_id']}: {cold_start['status']}"
@@ -47,7 +48,7 @@ def show(client: AdminClient, named: str, *, as_json: bool) -> int:
     return 0
 
 
-def _tree(spans: Sequence[Mapping[str, Any]], width: int) -> Table:
+def _tree(spans: Sequence[Mapping[str, Any]], console_width: int) -> Table:
     known = {span["span_id"] for span in spans}
     children: dict[str, list[Mapping[str, Any]]] = {}
     for span in spans:
@@ -56,9 +57,13 @@ def _tree(spans: Sequence[Mapping[str, Any]], width: int) -> Table:
     start_s = min(_seconds(span["start_at"]) for span in spans)
     total_s = max(max(_seconds(span["end_at"]) for span in spans) - start_s, 1e-6)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("span", no_wrap=True)
+    ms_width = len(f"{total_s * 1000:,.1f}")
+    service_width = max(len("service"), *(len(span["service"]) for span in spans))
+    labels_width = SPAN_WIDTH + service_width + ms_width + GAPS_WIDTH
+    width = max(MIN_WIDTH, console_width - labels_width)
+    table.add_column("span", no_wrap=True, max_width=SPAN_WIDTH)
     table.add_column("service", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True, min_width=ms_width)
     end = f"{total_s * 1000:,.0f} ms"
     table.add_column(f"0 {'─' * (width - len(end) - 3)} {end}", no_wrap=True)
 

@@ -290,9 +290,8 @@ async def build(context: Context[GatewaySettings]) -> Application:
     sessions = Sessions(authenticator, clock)
     display, recent = Display(database), RecentReader(database, clock)
     live = LiveView(serving.fleet, catalog, recent, background)
-    drains = DrainRepository(database, clock)
     audit = AuditLog(database, clock, background, context.metrics)
-    keys = KeyRepository(database, clock)
+    keys, drains = KeyRepository(database, clock), DrainRepository(database, clock)
     projects, usage_reader = ProjectRepository(database, clock), UsageReader(database, clock)
     admin = build_admin(
         AdminParts(
@@ -325,6 +324,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
                 display=display,
                 recent=recent,
                 audit=audit,
+                usage=usage_reader,
             ),
             tenants=TenantPageParts(keys=keys, projects=projects, usage=usage_reader),
             chat=OpenAiApi(models, SessionKeys(sessions), exchanges, encoder, limits).chat,

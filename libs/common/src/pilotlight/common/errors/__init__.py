@@ -8,7 +8,7 @@
     │   ├── Unauthorized, Forbidden, NotFound ── ModelNotFound, NodeNotFound, TraceNotFound, RouteNotFound
     │   ├── MethodNotAllowed, AlreadyExists, Conflict ── ModelCold
     │   ├── UnprocessableInput ── BadCheckpoint, UnsupportedModel, UriNotAllowed, TextFailed
-    │   ├── TooLarge ── MessageTooLarge
+    │   ├── TooLarge ── MessageTooLarge, HeadTooLarge
     │   └── BodyTimeout, UnsupportedEncoding, QuotaUsedUp
     ├── CapacityError        nothing is wrong; there is no room now (429, Retry-After)
     │   ├── TooManyHeld, QueueFull, BodiesFull
@@ -48,6 +48,7 @@ from pilotlight.common.errors.caller import (
     Conflict,
     ContextTooLong,
     Forbidden,
+    HeadTooLarge,
     MessageTooLarge,
     MessageUndecodable,
     MethodNotAllowed,
@@ -143,6 +144,7 @@ __all__ = [
     "FileLimitTooLow",
     "FolderUnusable",
     "Forbidden",
+    "HeadTooLarge",
     "HostPoolFull",
     "HostPoolTaken",
     "InternalError",

@@ -177,6 +177,14 @@ class MessageTooLarge(TooLarge):
     code = "message_too_large"
 
 
+class HeadTooLarge(TooLarge):
+    """The request line and the headers are too long."""
+
+    code = "headers_too_large"
+    status = 431
+    action = "Send shorter headers or fewer of them; the message names the limit."
+
+
 class BodyTimeout(CallerError):
     """The body did not arrive in time."""
 

@@ -20,7 +20,7 @@ from pilotlight.gateway.admin.drains import NodeState
 from pilotlight.gateway.admin.live import RowsEvent
 from pilotlight.gateway.admin.schemas import MODEL_INTERNAL, EvictAccepted, WarmAccepted
 from pilotlight.gateway.records.recent import MinuteRow
-from pilotlight.gateway.records.usage_report import DayUsage
+from pilotlight.gateway.records.usage_report import DayUsage, ModelUsage
 from pilotlight.gateway.tenants.schemas import (
     ShownKey,
     ShownLimits,
@@ -172,6 +172,9 @@ NewKeyReply = _of(
 UsageRows = _of(
     "Usage", "Requests, tokens and device-seconds by day, key and model.", usage=list[DayUsage]
 )
+UsageOfModels = _of(
+    "UsageOfModels", "Requests, tokens and device-seconds by model.", models=list[ModelUsage]
+)
 
 REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("post", "/models"): ShownModel,
@@ -213,6 +216,7 @@ REPLIES: dict[tuple[str, str], type[msgspec.Struct] | None] = {
     ("put", "/keys/{key_id}/limits"): KeyReply,
     ("delete", "/keys/{key_id}"): None,
     ("get", "/usage"): UsageRows,
+    ("get", "/usage/models"): UsageOfModels,
 }
 """What each route answers when it succeeds; None: nothing."""
 STREAMS = frozenset({"/stream"})

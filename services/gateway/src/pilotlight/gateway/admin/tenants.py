@@ -142,6 +142,14 @@ def _add_usage(app: FastAPI, usage: UsageReader) -> None:
             return Response(as_csv(rows), media_type="text/csv")
         return Response(msgspec.json.encode({"usage": rows}), media_type="application/json")
 
+    @app.get("/usage/models")
+    async def used_by_models(
+        since: Since = None, until: Until = None, model: OptionalName = None
+    ) -> Response:
+        """Requests, tokens and device-seconds by model; those with none are left out."""
+        rows = await usage.by_model(since, until, model=model)
+        return Response(msgspec.json.encode({"models": rows}), media_type="application/json")
+
 
 def _scope(models: list[str], routes: list[str]) -> KeyScope:
     return KeyScope(models=tuple(models), routes=tuple(routes))

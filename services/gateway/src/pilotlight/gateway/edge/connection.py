@@ -31,13 +31,14 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.protocols.utils import get_remote_addr
 
+from pilotlight.common.errors import BadRequest, HeadTooLarge, PilotlightError
 from pilotlight.common.waiting import Flag
 from pilotlight.gateway.edge.connection_answer import ConnectionAnswer
 
 log = structlog.get_logger()
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with its headers; a client that sends more is cut off."""
+"""Of a request line with its headers; a client that sends more gets 431."""
 HEAD_DEADLINE_S = 30.0
 """For them to arrive; a connection on which none do is closed."""
 LINGER_S = 5.0
@@ -59,18 +60,18 @@ class Connection(HttpToolsProtocol):
         "_head_bytes",
         "_head_deadline",
         "_in_message",
-        "_malformed",
         "_probing",
+        "_refused",
     )
 
-    def __init__(self, malformed: Callable[[], Response], **given: Any) -> None:
-        """``malformed`` makes the answer to what is no HTTP."""
+    def __init__(self, refused: Callable[[PilotlightError], Response], **given: Any) -> None:
+        """``refused`` makes the answer to what is no request."""
         super().__init__(**given)
         # uvicorn appends to its left and pops. A deque has room for many from the beginning.
         self.pipeline = cast("deque[tuple[RequestResponseCycle, ASGI3Application]]", _Line())
         # uvicorn keeps one wherever logs go anywhere. Ours is of requests, and has their tokens.
         self.access_log = False
-        self._malformed = malformed
+        self._refused = refused
         self._head_bytes: int | None = 0
         """Of the head that is arriving; None while none is."""
         self._in_message = True
@@ -112,7 +113,11 @@ class Connection(HttpToolsProtocol):
             # It knows nothing that a new one does not, and takes 0.9 KB while the answer is made.
             self.parser = None
         if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self.transport.close()
+            self._end_head()
+            # What had come of it, which no request gets any more.
+            self.headers, self.url, self.parser = [], b"", None
+            limit = f"at most {MAX_HEAD_BYTES} bytes are taken"
+            self._refuse(HeadTooLarge(f"the request line with its headers is too long: {limit}"))
         elif (
             (newest := self._newest) is not None
             and newest.more_body
@@ -153,12 +158,15 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless another answer is already on its way."""
+        self._refuse(BadRequest("this is not HTTP/1.1, or its parts contradict each other"))
+
+    def _refuse(self, error: PilotlightError) -> None:
+        """Answer what is no request, unless another answer is already on its way."""
         if self._answer is not None and self._answer.under_way:
             self.transport.close()
             return
-        response = self._malformed()
-        head = [STATUS_LINE[400], b"connection: close\r\n"]
+        response = self._refused(error)
+        head = [STATUS_LINE[response.status_code], b"connection: close\r\n"]
         head += [b"%b: %b\r\n" % header for header in response.raw_headers]
         self.transport.write(b"".join([*head, b"\r\n", bytes(response.body)]))
         self.linger()

@@ -6,6 +6,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pilotlight.common.errors import PilotlightError
 from pilotlight.gateway.edge.client_headers import EXPOSED
 from pilotlight.gateway.edge.http import Edge
 
@@ -35,6 +36,6 @@ class CrossOrigin:
         closed = any(path == prefix or path.startswith(f"{prefix}/") for prefix in CLOSED)
         await (self._edge if closed else self._shared)(scope, receive, send)
 
-    def malformed(self) -> Response:
+    def refused(self, error: PilotlightError) -> Response:
         """As of ``Edge``."""
-        return self._edge.malformed()
+        return self._edge.refused(error)

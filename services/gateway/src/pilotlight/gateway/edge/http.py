@@ -224,12 +224,10 @@ class Edge:
         assert scope["type"] == "http", "the server takes no other"
         return self._answer(scope, receive, send)
 
-    def malformed(self) -> Response:
-        """The answer to what is no HTTP; it is counted."""
-        self._measures.answered("none", "none", 400, BadRequest.code)
-        return error_response(
-            BadRequest("this is not HTTP/1.1, or its parts contradict each other")
-        )
+    def refused(self, error: PilotlightError) -> Response:
+        """The answer to what is no request of HTTP; it is counted."""
+        self._measures.answered("none", "none", error.status, error.code)
+        return error_response(error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (

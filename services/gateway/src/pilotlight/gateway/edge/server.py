@@ -117,7 +117,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._app,
             # A class, by its type; uvicorn only calls it.
-            http=functools.partial(Connection, self._app.malformed),  # pyright: ignore[reportArgumentType]
+            http=functools.partial(Connection, self._app.refused),  # pyright: ignore[reportArgumentType]
             interface="asgi3",
             ws="none",
             lifespan="off",

@@ -27,7 +27,6 @@ class CompletionShapes(Shapes):
         self._model = model
         self._created = created_unix_s
         self._logprobs = options.logprobs
-        self._top_logprobs = options.top_logprobs
         self._no_usage = None if options.include_usage else UNSET
 
     def opening(self, index: int) -> None:
@@ -80,18 +79,16 @@ class CompletionShapes(Shapes):
         return CompletionLogprobs(
             tokens=[token.text for token in tokens],
             token_logprobs=[token.logprob if token.follows else None for token in tokens],
-            top_logprobs=[_by_text(token) if token.follows else None for token in tokens]
-            if self._top_logprobs
-            else None,
+            top_logprobs=[_by_text(token) if token.follows else None for token in tokens],
             text_offset=[token.offset_chars for token in tokens],
         )
 
 
 def _by_text(token: ShownToken) -> dict[str, float]:
-    """The likeliest tokens. Of several that are shown alike, as parts of characters are, the
-    first.
+    """The token itself, then the likeliest, as OpenAI and vLLM tell them: with ``logprobs: 0`` it
+    is alone. Of several that are shown alike, as parts of characters are, the first.
     """
-    shown: dict[str, float] = {}
+    shown = {token.text: token.logprob}
     for other in token.top:
         shown.setdefault(other.text, other.logprob)
     return shown

@@ -1,4 +1,4 @@
-"""Usage added up: by day, key and model.
+"""Usage added up: by day, key and model, or by model alone.
 
 What a cold start had of devices is divided among the requests that were held for its model when it
 began, on all gateways, evenly. One for which none was, as of a start that an operator asked for, is
@@ -35,6 +35,7 @@ from pilotlight.common.errors import UnprocessableInput
 
 DAYS = 30
 MAX_ROWS = 20_000
+COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens")
 SECONDS = ("device_s", "start_device_s", "idle_device_s")
 
 
@@ -60,6 +61,24 @@ class DayUsage:
     """Of the cold starts that were for them."""
     idle_device_s: float
     """In which the model was loaded and nobody used the device; of no key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelUsage:
+    """What was asked of one model, and what it took."""
+
+    model: str
+    requests: int
+    failed: int
+    """Of those: neither answered nor cancelled by the client."""
+    prompt_tokens: int
+    output_tokens: int
+    device_s: float
+    """Device-seconds of its requests."""
+    start_device_s: float
+    """Of its cold starts."""
+    idle_device_s: float
+    """In which it was loaded and nobody used the device."""
 
 
 class UsageReader:
@@ -92,9 +111,8 @@ class UsageReader:
             DatabaseUnavailable: it cannot be read.
         """
         keys = tables.api_keys
-        used = _used(since or self._clock.wall() - timedelta(days=DAYS), until)
+        used = _used(since or self._days_ago(), until)
         day = cast(func.timezone("UTC", used.c.at), Date)
-        counts = ("requests", "failed", "prompt_tokens", "output_tokens")
         wanted = (
             select(
                 day.label("day"),
@@ -102,8 +120,7 @@ class UsageReader:
                 used.c.key_id,
                 func.coalesce(keys.c.label, "").label("label"),
                 used.c.model,
-                *(cast(func.sum(used.c[name]), BigInteger).label(name) for name in counts),
-                *(_seconds(func.sum(used.c[name])).label(name) for name in SECONDS),
+                *_summed(used),
             )
             .join_from(used, keys, keys.c.key_id == used.c.key_id, isouter=True)
             .group_by(day, keys.c.project, used.c.key_id, keys.c.label, used.c.model)
@@ -124,6 +141,46 @@ class UsageReader:
                 f"this is more than {MAX_ROWS} rows: ask for fewer days, one project or one key"
             )
         return [DayUsage(**row) for row in rows]
+
+    async def by_model(
+        self, since: datetime | None, until: datetime | None, *, model: str | None = None
+    ) -> list[ModelUsage]:
+        """Usage by model, by name; those with none are left out.
+
+        Args:
+            since: first moment; None: 30 days ago.
+            until: end; None: now.
+            model: only of this model.
+
+        Raises:
+            UnprocessableInput: there are more models than one answer may have.
+            DatabaseUnavailable: it cannot be read.
+        """
+        used = _used(since or self._days_ago(), until)
+        wanted = (
+            select(used.c.model, *_summed(used))
+            .group_by(used.c.model)
+            .order_by(used.c.model)
+            .limit(MAX_ROWS + 1)
+        )
+        if model is not None:
+            wanted = wanted.where(used.c.model == model)
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(wanted)).mappings().all()
+        if len(rows) > MAX_ROWS:
+            raise UnprocessableInput(f"these are more than {MAX_ROWS} models: ask for one of them")
+        return [ModelUsage(**row) for row in rows]
+
+    def _days_ago(self) -> datetime:
+        return self._clock.wall() - timedelta(days=DAYS)
+
+
+def _summed(used: Subquery) -> list[ColumnElement[Any]]:
+    """What the rows of a group come to."""
+    return [
+        *(cast(func.sum(used.c[name]), BigInteger).label(name) for name in COUNTS),
+        *(_seconds(func.sum(used.c[name])).label(name) for name in SECONDS),
+    ]
 
 
 def _used(since: datetime, until: datetime | None) -> Subquery:

@@ -49,12 +49,13 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Log probabilities of a completion choice: parallel lists.
 
-    The first token of a prompt has none, as nothing stands before it.
+    Each of ``top_logprobs`` has the token itself and the likeliest. The first token of a prompt has
+    none, as nothing stands before it.
     """
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -324,7 +324,11 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: (
         Annotated[
             int,
-            Meta(ge=0, le=5, description="How many of the likeliest tokens are told with each."),
+            Meta(
+                ge=0,
+                le=5,
+                description="How many of the likeliest tokens are told with each, beside itself.",
+            ),
         ]
         | None
     ) = None

@@ -10,13 +10,20 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import DatabaseUnavailable, NodeNotFound, NotFound, TraceNotFound
+from pilotlight.common.errors import (
+    DatabaseUnavailable,
+    ModelNotFound,
+    NodeNotFound,
+    NotFound,
+    TraceNotFound,
+)
 from pilotlight.gateway.admin.drains import DrainRepository, shown
 from pilotlight.gateway.models.registration import Registration
 from pilotlight.gateway.models.repository import StoredModel
 from pilotlight.gateway.records.audit import AuditFilter, AuditLog
 from pilotlight.gateway.records.display import COLD_STARTS, DECISIONS, INSTANCES, Display
 from pilotlight.gateway.records.recent import RecentReader
+from pilotlight.gateway.records.usage_report import DAYS, UsageReader
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.templating import Templates
@@ -44,6 +51,7 @@ class PageParts:
     display: Display
     recent: RecentReader
     audit: AuditLog
+    usage: UsageReader
 
 
 class Pages:
@@ -71,11 +79,18 @@ class Pages:
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return self._render(request, "model.html", **await self._model_values(request))
+        values = await self._model_values(request)
+        used = await self._parts.usage.by_model(None, None, model=values["model"].name)
+        cost = used[0] if used else None
+        return self._render(request, "model.html", cost=cost, days=DAYS, **values)
 
     async def model_part(self, request: Request) -> Response:
-        """The moving part of a model's page."""
-        return self._render(request, "model_part.html", **await self._model_values(request))
+        """The moving part of a model's page; it goes on asking when the model is deleted."""
+        try:
+            values = await self._model_values(request)
+        except ModelNotFound:
+            return self._render(request, "model_gone.html", model=request.path_params["name"])
+        return self._render(request, "model_part.html", **values)
 
     async def cold_starts(self, request: Request) -> Response:
         """The newest cold starts: the list comes by the stream."""

@@ -65,6 +65,7 @@ async def ui_world(context: Context[GatewaySettings]) -> AsyncGenerator[UiWorld]
                     display=parts.display,
                     recent=parts.recent,
                     audit=parts.audit,
+                    usage=parts.tenants.usage,
                 ),
                 tenants=TenantPageParts(
                     keys=parts.tenants.keys,

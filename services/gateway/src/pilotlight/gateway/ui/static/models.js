@@ -1,11 +1,37 @@
 import { bar, element, pill } from "./dom.js";
 import { bytes, count, seconds } from "./format.js";
 import { List } from "./list.js";
+import { ask, toast } from "./page.js";
 import { follow } from "./stream.js";
 
 const STATES = ["ready", "starting", "draining", "cold", "failed"];
+const COSTS_EVERY_MS = 60000;
 let known = [];
 let wanted = "";
+let costs = new Map();
+let withCosts = new WeakMap();
+
+// A row of the stream with what its model cost: the same object until one of both changes.
+function costly(row) {
+  let made = withCosts.get(row);
+  if (!made) {
+    made = { ...row, cost: costs.get(row.key) ?? null };
+    withCosts.set(row, made);
+  }
+  return made;
+}
+
+function together(cost) {
+  return cost ? cost.device_s + cost.start_device_s + cost.idle_device_s : 0;
+}
+
+function costOf({ cost }) {
+  if (!cost) return "–";
+  const parts = [["requests", cost.device_s], ["cold starts", cost.start_device_s], ["loaded and idle", cost.idle_device_s]];
+  const all = together(cost);
+  return element("span", { title: parts.map(([name, part]) => `${name} ${seconds(part)}`).join(", ") }, seconds(all),
+    all ? element("small", {}, ` ${Math.round((100 * cost.idle_device_s) / all)} % idle`) : "");
+}
 
 function stateOf(row) {
   if (row.state !== "starting") return pill(row.state, row.reason);
@@ -33,13 +59,14 @@ const list = new List(document.getElementById("models"), {
   label: "Models",
   key: (row) => row.key,
   columns: [
-    { title: "Model", width: "27%", value: (row) => row.key, cell: (row) => element("span", {}, element("a", { href: `/ui/models/${row.key}` }, row.key), row.pinned ? " " : "", row.pinned ? pill("pinned") : null) },
-    { title: "State", width: "17%", value: (row) => STATES.indexOf(row.state), cell: stateOf },
-    { title: "Instances", width: "13%", number: true, value: (row) => row.ready + row.starting, cell: (row) => element("span", {}, `${row.ready}${row.starting ? ` + ${row.starting}` : ""}`, element("small", {}, ` of ${row.min_instances}–${row.max_instances}`)) },
-    { title: "In flight", width: "9%", number: true, value: (row) => row.in_flight, cell: (row) => count(row.in_flight) },
-    { title: "Size", width: "10%", number: true, value: (row) => row.size_bytes, cell: (row) => bytes(row.size_bytes) },
-    { title: "First token in", width: "11%", number: true, value: (row) => row.ttft_ms, cell: (row) => seconds(row.ttft_ms / 1000) },
-    { title: "Actions", width: "13%", cell: actions },
+    { title: "Model", width: "22%", value: (row) => row.key, cell: (row) => element("span", {}, element("a", { href: `/ui/models/${row.key}` }, row.key), row.pinned ? " " : "", row.pinned ? pill("pinned") : null) },
+    { title: "State", width: "14%", value: (row) => STATES.indexOf(row.state), cell: stateOf },
+    { title: "Instances", width: "12%", number: true, value: (row) => row.ready + row.starting, cell: (row) => element("span", {}, `${row.ready}${row.starting ? ` + ${row.starting}` : ""}`, element("small", {}, ` of ${row.min_instances}–${row.max_instances}`)) },
+    { title: "In flight", width: "8%", number: true, value: (row) => row.in_flight, cell: (row) => count(row.in_flight) },
+    { title: "Size", width: "9%", number: true, value: (row) => row.size_bytes, cell: (row) => bytes(row.size_bytes) },
+    { title: "First token in", width: "10%", number: true, value: (row) => row.ttft_ms, cell: (row) => seconds(row.ttft_ms / 1000) },
+    { title: "Cost, 30 days", width: "13%", number: true, value: (row) => together(row.cost), cell: costOf },
+    { title: "Actions", width: "12%", cell: actions },
   ],
 });
 
@@ -62,10 +89,25 @@ function draw() {
     made.textContent = state ? `${state} ${count(numbers[state])}` : `all ${count(known.length)}`;
     made.setAttribute("aria-pressed", String(state === wanted));
   }
-  list.show(known.filter((row) => (!wanted || row.state === wanted) && (!text || row.key.toLowerCase().includes(text))));
+  list.show(known.filter((row) => (!wanted || row.state === wanted) && (!text || row.key.toLowerCase().includes(text))).map(costly));
+}
+
+async function drawCosts() {
+  if (document.hidden) return;
+  try {
+    const { models } = await ask("GET", "/admin/v1/usage/models");
+    costs = new Map(models.map((one) => [one.model, one]));
+    withCosts = new WeakMap();
+    if (known.length) draw();
+  } catch (error) {
+    toast(error.message, true);
+  }
 }
 
 follow(["models"], (_, rows) => { known = [...rows.values()]; draw(); });
+drawCosts();
+setInterval(drawCosts, COSTS_EVERY_MS);
+document.addEventListener("visibilitychange", drawCosts);
 
 const dialog = document.getElementById("register");
 document.getElementById("register-open").addEventListener("click", () => dialog.showModal());
