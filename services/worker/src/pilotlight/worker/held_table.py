@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from pilotlight.common.errors import NotLoaded
+from pilotlight.common.messages.engine import StepDone
 from pilotlight.common.messages.hold import Hold
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.ids import Generation, InstanceId
@@ -88,6 +89,7 @@ class HeldTable:
         """What is held, as it is reported."""
         table = self._core.table
         for one, held in self._held.items():
+            held.steps = held.steps.at(now_s)
             in_flight = table.in_flight(one)
             if held.state is HeldState.READY and held.told_idle.is_due(now_s, in_flight):
                 held.told_idle.tell(table.shares.idle_s(one, now_s), now_s, in_flight)
@@ -95,6 +97,20 @@ class HeldTable:
             held.fact(now_s, table.in_flight(one), table.ended_s(one))
             for one, held in self._held.items()
         )
+
+    def stepped(self, step: StepDone) -> None:
+        """The engine ran a batch: note what a decode step took, and a hop of a pipeline.
+
+        A decode step gave one token to each request that ran, and ended none. It says nothing of
+        one stage where others ran beside it: their requests ran, too.
+        """
+        held = self._held.get(step.turn_of) if step.turn_of is not None else None
+        if held is None:
+            return
+        if step.hop_s > 0:
+            held.steps = held.steps.hopped(step.hop_s)
+        elif 0 < step.batch_tokens == step.running == len(step.produced):
+            held.steps = held.steps.decoded(step.running, step.kv_used_tokens, step.step_time_s)
 
     def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
         """Instances that drain, and whose requests have had their time."""
