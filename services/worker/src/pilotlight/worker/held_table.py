@@ -8,6 +8,7 @@ from pilotlight.common.messages.engine import StepDone
 from pilotlight.common.messages.hold import Hold
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.ids import Generation, InstanceId
+from pilotlight.policy.shown import NO_STEPS
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held, IdleTold, ServingStage
 from pilotlight.worker.lifecycle import HeldEvent, step
@@ -142,7 +143,7 @@ class HeldTable:
         # What was told of the old instance stays that one's.
         self._core.table.shares.give_up(old_id, held.since_s)
         self._core.table.shares.keep(hold.instance_id, held.since_s)
-        held.start_device_s, held.told_idle = 0.0, IdleTold()
+        held.start_device_s, held.told_idle, held.steps = 0.0, IdleTold(), NO_STEPS
         self._held[hold.instance_id] = held
         self._core.changed.set()
 

@@ -176,14 +176,19 @@ class Timings:
         rates, pairs = dict(self.rates), dict(self.hops)
         for probe in probes:
             for node_id in (probe.node_id, ANY):
-                device = (node_id, probe.device_kind)
-                devices[device] = replace(devices.get(device, UNKNOWN_DEVICE), probe=probe)
+                key = (node_id, probe.device_kind)
+                devices[key] = replace(devices.get(key, UNKNOWN_DEVICE), probe=probe)
         for sample in samples:
+            # What a sample says nothing of stays the same object: it is not written again.
             of_model = (sample.model, sample.device_kind)
-            models[of_model] = _model_after(models.get(of_model, UNKNOWN_MODEL), sample)
+            model = models.get(of_model, UNKNOWN_MODEL)
+            if (of_it := _model_after(model, sample)) != model:
+                models[of_model] = of_it
             for node_id in (sample.node_id, ANY):
-                device = (node_id, sample.device_kind)
-                devices[device] = _device_after(devices.get(device, UNKNOWN_DEVICE), sample)
+                key = (node_id, sample.device_kind)
+                device = devices.get(key, UNKNOWN_DEVICE)
+                if (of_this := _device_after(device, sample)) != device:
+                    devices[key] = of_this
             ends = ((sample.node_id, sample.source), (sample.node_id, ANY_SOURCE))
             for end in (*ends, (ANY, sample.source)):
                 rate = mean_after(rates.get(end), sample.fetch_bytes_per_s or None)
