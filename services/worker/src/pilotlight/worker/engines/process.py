@@ -148,7 +148,8 @@ class ProcessEngine:
             except OSError as error:
                 raise EngineFailed(f"the engine cannot be started: {error}") from error
             up = await self._begin(child)
-            return with_process(up, self._clock.monotonic_s() - began_s)
+            self._up = up = with_process(up, self._clock.monotonic_s() - began_s)
+            return up
 
     def _check_wanted(self) -> None:
         """The engine is still wanted, as it was when the start began.
