@@ -15,9 +15,10 @@ Equal seeds give equal lines.
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -139,10 +140,15 @@ def measurements(lines: Sequence[Mapping[str, Any]], about: Mapping[str, str]) -
                 **about,
                 "applications": names,
                 "samples": {
-                    one["policy"]: [
-                        round(one["applications"][name]["ttft_attainment"], 4) for name in names
+                    policy: [
+                        _mean(
+                            one["applications"][name]["ttft_attainment"]
+                            for one in apps
+                            if one["policy"] == policy
+                        )
+                        for name in names
                     ]
-                    for one in apps
+                    for policy in dict.fromkeys(one["policy"] for one in apps)
                 },
             }
         )
@@ -150,20 +156,27 @@ def measurements(lines: Sequence[Mapping[str, Any]], about: Mapping[str, str]) -
 
 
 def _series(lines: Sequence[Mapping[str, Any]], over: str, metric: str) -> dict[str, Any]:
-    """Attainment of each policy over one thing that is varied, as a mean over the seeds."""
+    """Attainment of each policy over one thing that is varied, as a mean over the seeds, with the
+    least and the most of them.
+    """
     points = sorted({one[over] for one in lines})
     samples: dict[str, list[float]] = {}
+    ranges: dict[str, list[list[float]]] = {}
     for policy in dict.fromkeys(one["policy"] for one in lines):
-        means: list[float] = []
-        for point in points:
-            values = [
+        values = [
+            [
                 one[f"{metric}_attainment"]
                 for one in lines
                 if one["policy"] == policy and one[over] == point
             ]
-            means.append(round(sum(values) / len(values), 4))
-        samples[policy] = means
-    found: dict[str, Any] = {over: points, "samples": samples}
+            for point in points
+        ]
+        samples[policy] = [_mean(of_point) for of_point in values]
+        ranges[policy] = [[round(min(one), 4), round(max(one), 4)] for one in values]
+    seeds = [len({one["seed"] for one in lines if one[over] == point}) for point in points]
+    found: dict[str, Any] = {over: points, "seeds": seeds, "samples": samples}
+    if max(seeds) > 1:
+        found["ranges"] = ranges
     if metric == "ttft" and {"single", "pilotlight", "paraserve"} <= set(samples):
         found["times_single"] = {
             policy: [
@@ -173,6 +186,10 @@ def _series(lines: Sequence[Mapping[str, Any]], over: str, metric: str) -> dict[
             for policy in ("paraserve", "pilotlight")
         }
     return found
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 4)
 
 
 def by_hand(about: Mapping[str, str]) -> list[Any]:

@@ -172,10 +172,14 @@ def test_hops_by_pair_whichever_way() -> None:
 
 
 def test_init_or_the_restore_in_its_place() -> None:
-    timings = Timings().learned([replace(SAMPLE, init_s=6.0, restore_s=0.2)])
-    assert timings.init_s(MODEL.name, CUDA) == 6.0
-    assert timings.init_s(MODEL.name, CUDA, restored=True) == 0.2
-    assert timings.init_s(ModelName("other"), CUDA) == 0.0
+    """What the last start did is what the next one will do."""
+    timings = Timings().learned([replace(SAMPLE, init_s=6.0)])
+    assert (timings.init_s(MODEL.name, CUDA), timings.restores(MODEL.name, CUDA)) == (6.0, False)
+    timings = timings.learned([replace(SAMPLE, restore_s=0.2)])
+    assert (timings.init_s(MODEL.name, CUDA), timings.restores(MODEL.name, CUDA)) == (0.2, True)
+    timings = timings.learned([replace(SAMPLE, init_s=6.0)])
+    assert timings.init_s(MODEL.name, CUDA) == pytest.approx(6.0)
+    assert not timings.restores(MODEL.name, CUDA)
 
 
 def test_decode_reads_device_memory_and_not_the_bus() -> None:

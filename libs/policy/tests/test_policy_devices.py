@@ -11,10 +11,9 @@ from pilotlight.policy.cluster import (
     DeviceHealth,
     DeviceKind,
     HealthState,
-    together,
-    worst_of,
 )
 from pilotlight.policy.cost import stage_room, transfer_s
+from pilotlight.policy.devices import together, worst_of
 from pilotlight.policy.testing import model
 
 H200 = Device(

@@ -14,7 +14,7 @@ from pilotlight.policy.ids import NodeId, RequestId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState, Placement
-from pilotlight.scheduler.cold_starts import lanes_of
+from pilotlight.scheduler.records import lanes_of
 from pilotlight.scheduler.testing import DEADLINE_S, Rig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

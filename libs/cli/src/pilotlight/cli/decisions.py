@@ -169,7 +169,10 @@ def _compared(scheme: Row, actual: Row) -> list[tuple[str, str, str, str]]:
     """Prediction and outcome, side by side; nothing may have come of it yet."""
     phases: Row = scheme.get("predicted_phase_s", {})
     happened: Row = actual.get("phase_s", {})
-    rows = [("first token", scheme["predicted_ttft_s"], actual.get("ttft_s"))]
+    rows = [
+        ("first token", scheme["predicted_ttft_s"], actual.get("ttft_s")),
+        ("each further token", scheme.get("predicted_tpot_s"), actual.get("tpot_s")),
+    ]
     rows += [
         (name, phases.get(name), happened.get(name)) for name in dict.fromkeys((*phases, *happened))
     ]

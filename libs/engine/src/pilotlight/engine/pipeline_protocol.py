@@ -28,6 +28,8 @@ class StageStep:
     """The stage belongs to no pipeline any more: all of its layers were taken over."""
     grown: bool = False
     """The stage leads, and runs its longer range from now on."""
+    hop_s: float = 0.0
+    """As in ``StepDone``."""
 
 
 class Pipeline(Protocol):

@@ -386,4 +386,5 @@ class ResidentStage:
             request_id=first.key.request_id,
             start_s=first.taken_s,
             end_s=sampled_s,
+            tokens=len(first.token_ids) - 1,
         )

@@ -48,6 +48,8 @@ class FirstPrefill:
     request_id: RequestId
     start_s: float
     end_s: float
+    tokens: int = 0
+    """That were run for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

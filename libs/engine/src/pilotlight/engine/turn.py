@@ -79,6 +79,7 @@ def step_result(
         lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
         left=(resident.instance_id,) if resident and done.left else (),
         grown=(*grown, resident.grown) if resident and done.grown else tuple(grown),
+        hop_s=done.hop_s,
         turn_of=resident.instance_id if resident else None,
     )
 

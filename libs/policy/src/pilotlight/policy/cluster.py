@@ -5,13 +5,13 @@ simulator builds them: there is no second class with the same fields anywhere. T
 one monotonic clock.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pilotlight.policy.ids import Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import Moment
+from pilotlight.policy.shown import NO_TIMES, EngineStart, StageTimes
 
 
 class DeviceKind(StrEnum):
@@ -42,31 +42,6 @@ class Device:
     measured."""
 
 
-def together(devices: Sequence[Device]) -> Device:
-    """Devices of one host and one kind, each of which holds an equal share of every layer, as the
-    one that policies count with.
-
-    So the smallest bounds what all have, the slowest how soon all have it, and each share takes
-    whole granules of its own device.
-
-    Raises:
-        ValueError: there is none, or they are of different kinds.
-    """
-    if len({device.kind for device in devices}) != 1:
-        raise ValueError("a worker's devices are at least one, and of one kind")
-    if len(devices) == 1:
-        return devices[0]
-    names = {device.name: None for device in devices}
-    return Device(
-        kind=devices[0].kind,
-        name=f"{len(devices)} x {' + '.join(names)}",
-        memory_bytes=len(devices) * min(device.memory_bytes for device in devices),
-        load_bytes_per_s=len(devices) * min(device.load_bytes_per_s for device in devices),
-        granule_bytes=len(devices) * max(device.granule_bytes for device in devices),
-        memory_bytes_per_s=len(devices) * min(device.memory_bytes_per_s for device in devices),
-    )
-
-
 class HealthState(StrEnum):
     """How a worker's device is; ``policy.device_health`` judges."""
 
@@ -88,25 +63,6 @@ class DeviceHealth:
     reason: str = ""
     """Which reading says so, and what it says: `xid: 79, the device has fallen off the bus`. Of a
     device that nothing is said of: why an engine on it was found hanging not long ago."""
-
-
-_WORST_FIRST = (
-    HealthState.FAILED,
-    HealthState.DEGRADED,
-    HealthState.UNWATCHED,
-    HealthState.HEALTHY,
-)
-
-
-def worst_of(healths: Iterable[DeviceHealth]) -> DeviceHealth:
-    """How a worker's devices are together: as the worst of them is, since a model needs all.
-
-    The first of the worst is quoted.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return min(healths, key=lambda health: _WORST_FIRST.index(health.state))
 
 
 class Liveness(StrEnum):
@@ -184,6 +140,8 @@ class HeldStage:
     """Device-seconds that its load took, beside others (``device_time``); 0 while it loads."""
     idle_device_s: float = 0.0
     """In which it was ready and nobody used the device (``device_time``), as of a minute ago."""
+    times: StageTimes = NO_TIMES
+    """What its steps and hops took lately, told when that has changed."""
 
     @property
     def kv_reach_tokens(self) -> int:
@@ -227,8 +185,10 @@ class WorkerFacts:
     engine_up: bool = True
     health: DeviceHealth = DeviceHealth()
     devices: tuple[Device, ...] = ()
-    """Each by itself, in the order of their shares; ``device`` is all of them ``together``. Empty:
-    of a release that does not say."""
+    """Each by itself, in the order of their shares; ``device`` is all of them
+    (``devices.together``). Empty: of a release that does not say."""
+    engine_start: EngineStart | None = None
+    """Of the engine that is up, or was; None: there was none, or a release that does not say."""
 
     @property
     def used_bytes(self) -> int:

@@ -25,6 +25,11 @@ class ColdStartSample:
     fetch_bytes_per_s: float | None = None
     load_bytes_per_s: float | None = None
     prefill_s: float | None = None
+    prompt_tokens: int = 0
+    """That were run for the first token; 0: not known."""
+    init_s: float | None = None
+    restore_s: float | None = None
+    """In the place of ``init_s``, where an artifact was restored."""
     overhead_s: float | None = None
     """Beside the work on parameters and prompt."""
 

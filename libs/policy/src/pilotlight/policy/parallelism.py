@@ -34,7 +34,9 @@ class SchemeRules:
 
     placement: PlacementRules = field(default_factory=PlacementRules)
     choice: ChoiceRules | None = None
-    """The policy of ``coldstart`` that chooses; None: the least predicted time to first token."""
+    """The policy of ``coldstart`` that chooses; the scheduler always names one. None: the least
+    predicted time to first token, without books of fetches, as the simulator's ``least-ttft`` and
+    the plain tick of tests have it."""
     evicts: bool = True
     """Room may be made; else it must be free."""
 

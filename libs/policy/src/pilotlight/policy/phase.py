@@ -55,3 +55,5 @@ class Phase:
     lane: str = ""
     """Of a start that several workers share: the layers of the stage that it is of, ``0-4``.
     Empty: of no stage in particular."""
+    tokens: int = 0
+    """Of a prefill: those of the prompt that it ran; 0: it does not say."""

@@ -3,12 +3,11 @@ token, learns from it.
 """
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
@@ -26,13 +25,15 @@ from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
-from pilotlight.policy.plan import Estimate, Estimates, Instance, Placement
+from pilotlight.policy.plan import Estimate, Estimates, Instance
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import (
     LATE_PHASES_S,
     ColdStart,
     figures_of,
+    in_lane,
+    lanes_of,
     merged,
     readied,
     reported,
@@ -41,6 +42,7 @@ from pilotlight.scheduler.records import (
 )
 from pilotlight.scheduler.registered import StoredProfile
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.shown import WRITE_EVERY_S, Shown
 from pilotlight.scheduler.timing_rows import changed_rows
 
 log = structlog.get_logger()
@@ -86,9 +88,16 @@ class ColdStarts:
         self.estimates: Estimates = {}
         self.timings = Timings()
         """Learned from every start; what none has shown goes by size."""
+        self._written = (0.0, self.timings)
+        """When timings were last written, and which."""
         self._learned: set[NodeId] = set()
         self._fetching = defaultdict[NodeId, set[InstanceId]](set)
         """Kept starts that fetch, or did, by node."""
+
+    def know(self, estimates: Estimates, timings: Timings) -> None:
+        """Go on with what the last leader has learned."""
+        self.estimates, self.timings = estimates, timings
+        self._written = (self._clock.monotonic_s(), timings)
 
     def open(self, record: ColdStart) -> None:
         """Take in a record that is in the database."""
@@ -154,7 +163,7 @@ class ColdStarts:
         """
         kept = self._kept.get(report.instance_id)
         if kept is not None:
-            kept.record = reported(kept.record, _in_lane(report, kept.lanes.get(report.place, "")))
+            kept.record = reported(kept.record, in_lane(report, kept.lanes.get(report.place, "")))
             await self._save(kept)
         return PhasesKept()
 
@@ -288,9 +297,7 @@ class ColdStarts:
         if not news:
             return
         timings = self.timings.learned(stages) if stages else self.timings
-        await self._repository.save_learned(
-            list(news.values()), changed_rows(self.timings, timings)
-        )
+        await self._write(timings, list(news.values()))
         # Decisions may still look at the mappings as they were.
         self.estimates = with_estimates(self.estimates, news.values())
         for entry in learned_of:
@@ -299,6 +306,28 @@ class ColdStarts:
         self._learned.update(
             one.node_id for entry in learned_of for one in entry.instance.placements
         )
+
+    async def take_shown(self, shown: Shown) -> None:
+        """Learn what workers show beside their starts, and write it now and then.
+
+        Raises:
+            NotLeader: the term is over.
+            DatabaseUnavailable: it is written the next time.
+        """
+        now = shown.take(self._book.get)
+        if now.samples or now.hops:
+            self.timings = self.timings.learned(now.samples, now.hops)
+        for instance_id, tpot_s in now.tpot_s.items():
+            if (kept := self._kept.get(instance_id)) is not None:
+                kept.record = replace(kept.record, tpot_s=tpot_s)
+        at_s, written = self._written
+        if self.timings is not written and self._clock.monotonic_s() - at_s >= WRITE_EVERY_S:
+            await self._write(self.timings, [])
+
+    async def _write(self, timings: Timings, estimates: list[Estimate]) -> None:
+        """Write what differs from what was written."""
+        await self._repository.save_learned(estimates, changed_rows(self._written[1], timings))
+        self._written = (self._clock.monotonic_s(), timings)
 
     def _tell_of_slow(self, timings: Timings, entry: Record) -> None:
         """Say once that a node's link gives less than that of others."""
@@ -330,36 +359,12 @@ class ColdStarts:
         )
 
 
-def lanes_of(placements: Iterable[Placement]) -> dict[str, str]:
-    """The layers at each worker of a group and at each node, by id; empty for one worker alone.
-
-    A node with several stages has no lane of its own: what its loader does is of all of them.
-    """
-    stages = list(placements)
-    if len(stages) < 2:
-        return {}
-    lanes = {one.worker_id: f"{one.stage.start}-{one.stage.stop}" for one in stages}
-    on_node = Counter(one.node_id for one in stages)
-    return {
-        **lanes,
-        **{one.node_id: lanes[one.worker_id] for one in stages if on_node[one.node_id] == 1},
-    }
-
-
 def _ended_before(record: ColdStart, other: ColdStart) -> bool:
     """Whether a start was over when another one began."""
     return (
         record.end_s is not None
         and other.dispatched_s is not None
         and record.end_s <= other.dispatched_s
-    )
-
-
-def _in_lane(report: PhaseReport, lane: str) -> PhaseReport:
-    if not lane:
-        return report
-    return msgspec.structs.replace(
-        report, phases=tuple(replace(one, lane=lane) for one in report.phases)
     )
 
 

@@ -83,6 +83,7 @@ def actual_of(record: ColdStart) -> dict[str, Any]:
     return {
         "status": record.status,
         "ttft_s": record.ttft_s,
+        "tpot_s": record.tpot_s,
         "queue_s": record.queue_s,
         "phase_s": seconds,
     }

@@ -186,8 +186,7 @@ class Term:
             self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
-        self.cold_starts.estimates = stored.estimates
-        self.cold_starts.timings = stored.timings
+        self.cold_starts.know(stored.estimates, stored.timings)
         log.info(
             "rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows())
         )
@@ -356,6 +355,7 @@ class Term:
         async for _ in every(SETTLE_S):
             kinds = {key: one.facts.device.kind for key, one in self._world.workers().items()}
             await self.cold_starts.settle(kinds, self._world.nodes())
+            await self.cold_starts.take_shown(self._world.shown)
             self.cold_starts.seed(self._world.profiles, self._world.models, self._world.nodes())
             self._metrics.instances(self.book.books.instances())
 

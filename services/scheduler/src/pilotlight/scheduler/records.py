@@ -4,9 +4,12 @@ start.
 Values and pure functions.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.policy.cluster import DeviceKind
@@ -70,6 +73,8 @@ class ColdStart:
     ttft_s: float | None = None
     coverage: float | None = None
     phases: tuple[Phase, ...] = ()
+    tpot_s: float | None = None
+    """Of a decode step, as far as one is known so early; not kept in the record's row."""
 
     @property
     def closed(self) -> bool:
@@ -140,6 +145,8 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         return None
     seconds = {one.name: one.seconds for one in figures.seconds}
 
+    began_s, restored_s = seconds.get(PhaseName.INIT), seconds.get(PhaseName.RESTORE)
+
     def rate(size_bytes: int, name: PhaseName) -> float | None:
         took_s = seconds.get(name, 0.0)
         return size_bytes / took_s if took_s > 0 else None
@@ -151,6 +158,9 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         fetch_bytes_per_s=rate(model.spec.total_bytes, PhaseName.FETCH),
         load_bytes_per_s=rate(model.device_bytes(model.spec.whole), PhaseName.LOAD),
         prefill_s=seconds.get(PhaseName.PREFILL),
+        prompt_tokens=max((one.tokens for one in record.phases), default=0),
+        init_s=began_s if restored_s is None else None,
+        restore_s=restored_s + (began_s or 0.0) if restored_s is not None else None,
         overhead_s=sum(seconds.get(name, 0.0) for name in _OVERHEAD),
     )
 
@@ -163,13 +173,15 @@ def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model)
         placement: Where it went, and from where its bytes came.
         model: Of it.
     """
-    # How long the prompt was is not reported: it is taken for a usual one.
-    tokens = Usual().prompt_tokens
+    # A worker of an earlier release does not say how long the prompt was.
+    tokens = sample.prompt_tokens or Usual().prompt_tokens
     fetched_all = placement.source and placement.fetch_bytes == model.spec.total_bytes
     return StageSample(
         model=sample.model,
         device_kind=sample.device_kind,
         node_id=placement.node_id,
+        init_s=sample.init_s,
+        restore_s=sample.restore_s,
         load_bytes_per_s=sample.load_bytes_per_s,
         source=placement.source,
         fetch_bytes_per_s=sample.fetch_bytes_per_s if fetched_all else None,
@@ -178,6 +190,31 @@ def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model)
         if sample.prefill_s
         else None,
         overhead_s=sample.overhead_s,
+    )
+
+
+def lanes_of(placements: Iterable[Placement]) -> dict[str, str]:
+    """The layers at each worker of a group and at each node, by id; empty for one worker alone.
+
+    A node with several stages has no lane of its own: what its loader does is of all of them.
+    """
+    stages = list(placements)
+    if len(stages) < 2:
+        return {}
+    lanes = {one.worker_id: f"{one.stage.start}-{one.stage.stop}" for one in stages}
+    on_node = Counter(one.node_id for one in stages)
+    return {
+        **lanes,
+        **{one.node_id: lanes[one.worker_id] for one in stages if on_node[one.node_id] == 1},
+    }
+
+
+def in_lane(report: PhaseReport, lane: str) -> PhaseReport:
+    """The report of one stage of a group; without a lane, as it is."""
+    if not lane:
+        return report
+    return msgspec.structs.replace(
+        report, phases=tuple(replace(one, lane=lane) for one in report.phases)
     )
 
 

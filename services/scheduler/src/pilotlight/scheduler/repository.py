@@ -251,12 +251,8 @@ class SchedulerRepository:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        new = insert(tables.estimates).values(
-            [
-                {"model": one.model, "device_kind": one.device_kind.value, "body": to_row_json(one)}
-                for one in sorted(estimates, key=lambda one: (one.model, one.device_kind.value))
-            ]
-        )
+        if not (estimates or timings):
+            return
         async with self._fence.unit_of_work() as work:
             if timings:
                 rows = insert(tables.timings).values(
@@ -269,11 +265,22 @@ class SchedulerRepository:
                 await work.connection.execute(
                     rows.on_conflict_do_update(index_elements=["key"], set_=news)
                 )
-            await work.connection.execute(
-                new.on_conflict_do_update(
-                    index_elements=["model", "device_kind"], set_={"body": new.excluded.body}
+            if estimates:
+                new = insert(tables.estimates).values(
+                    [
+                        {
+                            "model": one.model,
+                            "device_kind": one.device_kind.value,
+                            "body": to_row_json(one),
+                        }
+                        for one in sorted(estimates, key=lambda one: (one.model, one.device_kind))
+                    ]
                 )
-            )
+                await work.connection.execute(
+                    new.on_conflict_do_update(
+                        index_elements=["model", "device_kind"], set_={"body": new.excluded.body}
+                    )
+                )
 
     def _row_of(self, decision: Decision) -> Mapping[str, object]:
         return decision_row(decision, self._clock.wall())

@@ -166,7 +166,7 @@ def cold_start_row(record: ColdStart, *, finished: bool = False) -> Row:
         "coverage": record.coverage,
         "phases": record.phases,
         "finished": finished,
-        "actual": actual_of(record) if finished else None,
+        "actual": actual_of(record) if record.closed else None,
     }
 
 
@@ -190,7 +190,7 @@ async def write(work: UnitOfWork, rows: Rows) -> None:
         await execute(_NEW_COLD_STARTS, _document(rows.opened))
     if rows.cold_starts:
         await execute(_CHANGED_COLD_STARTS, _document(rows.cold_starts))
-    if over := [one for one in rows.cold_starts if one["finished"]]:
+    if over := [one for one in rows.cold_starts if one["actual"] is not None]:
         await execute(_WHAT_CAME_OF_IT, _document(over))
     for one in rows.events:
         work.emit(one.kind, one.entity, one.data, one.trace_parent)

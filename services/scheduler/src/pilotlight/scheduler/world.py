@@ -20,6 +20,7 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.plan import NodeDrain
 from pilotlight.policy.request import Demand
 from pilotlight.scheduler.registered import StoredProfile
+from pilotlight.scheduler.shown import Shown
 
 YOUNGER_S = 1.0
 """A drain that is younger by so much than it was thought to be is another one: it was taken back,
@@ -52,6 +53,8 @@ class World:
     """Counts changes of what could take a model: workers, and what they hold."""
     reconnects: int = 0
     """Counts them: the server may have come back without its memory."""
+    shown: Shown = field(default_factory=Shown)
+    """What workers say of their steps and their engines' starts."""
     draining_since_s: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
     """Nodes that an operator wants to be empty, and since when."""
     _changed_models: set[ModelName] = field(default_factory=set[ModelName])
@@ -76,6 +79,7 @@ class World:
         self._changed_nodes.update(news.nodes)
         for worker_id in news.workers:
             view = self.roster.worker(worker_id)
+            self.shown.hear(worker_id, view.facts if view is not None else None)
             changed |= self._is_another(
                 worker_id, None if view is None else (view.incarnation, *_essence(view.facts))
             )

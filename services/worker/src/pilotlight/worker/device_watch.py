@@ -26,7 +26,8 @@ from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.nvml import DeviceReader, Gpu, NvmlUnavailable
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import Signal, within, woken
-from pilotlight.policy.cluster import DeviceHealth, HealthState, worst_of
+from pilotlight.policy.cluster import DeviceHealth, HealthState
+from pilotlight.policy.devices import worst_of
 
 T = TypeVar("T")
 log = structlog.get_logger()

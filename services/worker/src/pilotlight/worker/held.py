@@ -10,6 +10,7 @@ from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pipelines import StageGrown
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.phase import Moment
+from pilotlight.policy.shown import NO_STEPS, StepsSeen
 from pilotlight.worker.lifecycle import HeldView
 
 IDLE_TOLD_EVERY_S = 60.0
@@ -95,6 +96,8 @@ class Held:
     start_device_s: float = 0.0
     """What its load had of the device, once it is over."""
     told_idle: IdleTold = field(default_factory=IdleTold)
+    steps: StepsSeen = NO_STEPS
+    """What its steps took, since that was told last."""
 
     @property
     def serves(self) -> bool:
@@ -186,6 +189,7 @@ class Held:
             open=self.serves and (self.state is HeldState.LOADING or bool(hold.members)),
             start_device_s=self.start_device_s,
             idle_device_s=self.told_idle.device_s,
+            times=self.steps.told,
         )
 
 

@@ -4,9 +4,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from pilotlight.common.errors import NotLoaded
+from pilotlight.common.messages.engine import StepDone
 from pilotlight.common.messages.hold import Hold
 from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.ids import Generation, InstanceId
+from pilotlight.policy.shown import NO_STEPS
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held, IdleTold, ServingStage
 from pilotlight.worker.lifecycle import HeldEvent, step
@@ -88,6 +90,7 @@ class HeldTable:
         """What is held, as it is reported."""
         table = self._core.table
         for one, held in self._held.items():
+            held.steps = held.steps.at(now_s)
             in_flight = table.in_flight(one)
             if held.state is HeldState.READY and held.told_idle.is_due(now_s, in_flight):
                 held.told_idle.tell(table.shares.idle_s(one, now_s), now_s, in_flight)
@@ -95,6 +98,20 @@ class HeldTable:
             held.fact(now_s, table.in_flight(one), table.ended_s(one))
             for one, held in self._held.items()
         )
+
+    def stepped(self, step: StepDone) -> None:
+        """The engine ran a batch: note what a decode step took, and a hop of a pipeline.
+
+        A decode step gave one token to each request that ran, and ended none. It says nothing of
+        one stage where others ran beside it: their requests ran, too.
+        """
+        held = self._held.get(step.turn_of) if step.turn_of is not None else None
+        if held is None:
+            return
+        if step.hop_s > 0:
+            held.steps = held.steps.hopped(step.hop_s)
+        elif 0 < step.batch_tokens == step.running == len(step.produced):
+            held.steps = held.steps.decoded(step.running, step.kv_used_tokens, step.step_time_s)
 
     def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
         """Instances that drain, and whose requests have had their time."""
@@ -126,7 +143,7 @@ class HeldTable:
         # What was told of the old instance stays that one's.
         self._core.table.shares.give_up(old_id, held.since_s)
         self._core.table.shares.keep(hold.instance_id, held.since_s)
-        held.start_device_s, held.told_idle = 0.0, IdleTold()
+        held.start_device_s, held.told_idle, held.steps = 0.0, IdleTold(), NO_STEPS
         self._held[hold.instance_id] = held
         self._core.changed.set()
 

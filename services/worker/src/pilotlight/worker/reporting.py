@@ -23,6 +23,7 @@ from pilotlight.common.waiting import Backoff, pause, within, woken
 from pilotlight.dataplane.pool_client import ReportConnection
 from pilotlight.policy.cluster import WorkerFacts
 from pilotlight.policy.ids import Epoch
+from pilotlight.policy.shown import NO_TIMES
 from pilotlight.worker.core import WorkerCore
 
 log = structlog.get_logger()
@@ -165,6 +166,7 @@ def _slow(facts: WorkerFacts) -> WorkerFacts:
             idle_s=0.0,
             idle_device_s=0.0,
             kv_capacity_tokens=stage.kv_reach_tokens,
+            times=NO_TIMES,
             loan=replace(stage.loan, lent_bytes=0, wanted_bytes=0, limit_tokens=0),
         )
         for stage in facts.held

@@ -45,8 +45,8 @@ from pilotlight.policy.cluster import (
     HealthState,
     Liveness,
     WorkerFacts,
-    together,
 )
+from pilotlight.policy.devices import together
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.lending import LendingRules
 from pilotlight.worker.artifacts import Artifacts
@@ -182,6 +182,7 @@ class Worker:
             step_time_s=last.step_time_s if last is not None else 0.0,
             engine_up=core.engine.alive and self._starts.usable,
             health=self._health,
+            engine_start=up.start if up is not None else None,
         )
 
     @property
@@ -259,6 +260,7 @@ class Worker:
         self._heard_s = self.core.clock.monotonic_s()
         for told in steps:
             self.core.metrics.stepped(told.message)
+            self.stages.held.stepped(told.message)
         last = self._step = steps[-1].message
         if last.waiting and self.stages.lending.more_tokens:
             self.stages.lending.press()

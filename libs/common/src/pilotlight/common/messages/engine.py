@@ -26,6 +26,7 @@ from pilotlight.policy.materialized import Environment
 from pilotlight.policy.model import Dtype, Model, Stage
 from pilotlight.policy.phase import Phase
 from pilotlight.policy.request import NO_PROMISE, FinishReason, Promise, Sampling, Vocabulary
+from pilotlight.policy.shown import EngineStart
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
@@ -211,6 +212,7 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """As in ``Device``."""
     environment: Environment | None = None
     """What artifacts depend on; None of an engine that uses none."""
+    start: EngineStart | None = None
 
 
 class EngineFault(Message, tag="fault", frozen=True, kw_only=True):
@@ -355,6 +357,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """Requests that gave up their KV blocks to older ones and will run again."""
     turn_of: InstanceId | None = None
     """Whose batch ran, or went on as far as its parts are in place."""
+    hop_s: float = 0.0
+    """As in ``StageTimes``, of a micro-batch that has come round; 0: none that went alone."""
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):

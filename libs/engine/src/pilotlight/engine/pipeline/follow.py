@@ -75,6 +75,8 @@ class PipelineFollower:
         """The micro-batch that waits for parts."""
         self._kept: Frame | None = None
         """What was computed, and is not vouched for yet."""
+        self._spent_s: Callable[[], float] | None = None
+        """Since this step began; None of a micro-batch that waited for parts."""
 
     @property
     def has_work(self) -> bool:
@@ -123,8 +125,11 @@ class PipelineFollower:
                     f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards"
                 )
             if self._kept is not None or self._waiting is not None:
+                self._spent_s = None
                 self._go_on()
             elif self._before.readable:
+                began_s = monotonic_s()
+                self._spent_s = lambda: monotonic_s() - began_s
                 self._take(self._before.receive(0))
         except PeerLost as error:
             return self._leave() if self._over else self._lose(error)
@@ -210,6 +215,7 @@ class PipelineFollower:
             PeerLost: the leader's books are not ours.
         """
         if not self._is_last:
+            computed = computed.cpu()  # A device may still compute it.
             passed = HiddenStates(
                 number=header.number,
                 keys=header.keys,
@@ -218,6 +224,7 @@ class PipelineFollower:
                 closed=header.closed,
                 tensor=header_of(computed),
                 allowed=header.allowed,
+                busy_s=self._busy_s(header),
             )
             return pack(passed, computed)
         wanting = zip(header.keys, header.segments, strict=True)
@@ -228,7 +235,15 @@ class PipelineFollower:
         for request, token in zip(requests, sampled, strict=True):
             if isinstance(token, SampledToken):
                 request.accept(token.token_id)
-        return pack(SampledTokens(number=header.number, sampled=tuple(sampled)))
+        return pack(
+            SampledTokens(number=header.number, sampled=tuple(sampled), busy_s=self._busy_s(header))
+        )
+
+    def _busy_s(self, header: HiddenStates) -> float | None:
+        """What this stage and those before it took with a micro-batch."""
+        if header.busy_s is None or self._spent_s is None:
+            return None
+        return header.busy_s + self._spent_s()
 
     def _close_requests(self, keys: Sequence[RequestKey]) -> None:
         for key in keys:

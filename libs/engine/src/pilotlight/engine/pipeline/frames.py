@@ -68,6 +68,9 @@ class HiddenStates(msgspec.Struct, tag="hidden", frozen=True, kw_only=True):
     tensor: TensorHeader
     allowed: tuple[Allowed | None, ...]
     """What the grammars of the requests that get a token allow; None for those without one."""
+    busy_s: float | None = None
+    """What the stages before this frame took with it, but for the first one; None: some stage does
+    not say, or waited for parts."""
 
     @property
     def batch(self) -> Batch:
@@ -135,6 +138,8 @@ class SampledTokens(msgspec.Struct, tag="sampled", frozen=True, kw_only=True):
     number: int
     sampled: tuple[SampledToken | NotSampled, ...] = msgspec.field(name="drawn")
     """The field's name in a frame is that of earlier releases."""
+    busy_s: float | None = None
+    """As in ``HiddenStates``, of all stages behind the first."""
 
 
 class StageRefuses(msgspec.Struct, tag="refused", frozen=True, kw_only=True):

@@ -54,6 +54,8 @@ class _UnderWay:
     number: int
     sampled: tuple[tuple[Request, int], ...]
     """Requests that get a token, and which of their runs this is."""
+    sent_s: float | None = None
+    """When it left, on the engine's clock; None: behind another one."""
 
 
 class PipelineLead:
@@ -87,6 +89,8 @@ class PipelineLead:
         self._stages: tuple[Stage, ...] = ()
         """What the other stages run; one that runs nothing any more is not among them."""
         self._growth: Growth | None = None
+        self._size = 0
+        """Stages that were connected."""
         self._next = NextMicroBatch(resident)
         self._loading = False
         """Parts of other stages may be missing: none has answered."""
@@ -167,7 +171,7 @@ class PipelineLead:
                 )
             paused = self._growth is not None and self._growth.paused
             plan = (
-                self._dispatch(monotonic_s())
+                self._dispatch(monotonic_s)
                 if self._depth > len(self._under_way) and not paused
                 else None
             )
@@ -184,8 +188,9 @@ class PipelineLead:
         except PeerLost as error:
             return self._lose(error)
 
-    def _dispatch(self, now_s: float) -> Plan | None:
+    def _dispatch(self, monotonic_s: Callable[[], float]) -> Plan | None:
         """Plans, runs and sends the next micro-batch; None if none can be sent now."""
+        now_s = monotonic_s()
         given = self._next.take(now_s, self._depth)
         if given is None:
             return None
@@ -205,14 +210,16 @@ class PipelineLead:
             ),
             tensor=header_of(hidden),
             allowed=look_up(plan.sampled),
+            busy_s=0.0,
         )
         self._resident.scheduler.advance(plan)
         if self._growth is not None:
             self._growth.wrote(plan.batch.segments)
-        self._under_way.append(
-            _UnderWay(self._number, tuple((request, request.takes) for request in plan.sampled))
-        )
-        self._forward.send(pack(header, hidden), SEND_TIMEOUT_S)
+        frame = pack(header, hidden)  # What was computed is here now.
+        sampled = tuple((request, request.takes) for request in plan.sampled)
+        sent_s = None if self._under_way else monotonic_s()
+        self._under_way.append(_UnderWay(self._number, sampled, sent_s))
+        self._forward.send(frame, SEND_TIMEOUT_S)
         return plan
 
     def _ask_for_kv(self, now_s: float) -> None:
@@ -251,6 +258,7 @@ class PipelineLead:
                 produced=step.produced + given.produced,
                 first_prefill=step.first_prefill or given.first_prefill,
                 grown=given.grown,
+                hop_s=given.hop_s,
             )
             if given.grown:
                 return step
@@ -306,7 +314,16 @@ class PipelineLead:
         ]
         requests: list[Request] = [request for request, _ in current]
         sampled = settle(requests, [sampled for _, sampled in current])
-        return self._resident.hand_out(plan, requests, sampled, now_s)
+        given = self._resident.hand_out(plan, requests, sampled, now_s)
+        return replace(given, hop_s=self._hop_s(done, answer, now_s))
+
+    def _hop_s(self, done: _UnderWay, answer: SampledTokens, now_s: float) -> float:
+        """Of one that went round alone; 0 where that is not known."""
+        if done.sent_s is None or self._under_way or answer.busy_s is None:
+            return 0.0
+        if self._depth != self._size:  # Stages that run nothing any more pass it on, too.
+            return 0.0
+        return max(0.0, (now_s - done.sent_s - answer.busy_s) / self._size)
 
     def _meet(self, stages: Sequence[StageHello]) -> None:
         """Learns what the stages are, and how many blocks all of them have.
@@ -328,7 +345,7 @@ class PipelineLead:
         if stop != resident.spec.num_layers or len(stages) < 2:
             raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
         limit_blocks(resident, min(hello.num_blocks for hello in stages))
-        self._depth = len(stages)
+        self._depth = self._size = len(stages)
         self._loading = any(hello.loading for hello in stages[1:])
         self._stages = tuple(hello.stage for hello in stages[1:])
 

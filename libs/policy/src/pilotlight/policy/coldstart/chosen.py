@@ -104,7 +104,7 @@ def choose_with(
         [one for one in found if not one.failed_here],
         list(found),
     )
-    asked = -1
+    asked, rules = -1, _with_hops(rules, known.timings)
     for tier in tiers:  # 1
         if len(tier) == asked:
             continue
@@ -118,6 +118,13 @@ def choose_with(
         if best is not None:
             return best
     return None
+
+
+def _with_hops(rules: ChoiceRules, timings: Timings) -> ChoiceRules:
+    """Rules with t_n as it was learned: choices are made by its mean over all pairs of nodes."""
+    if not timings.hops:
+        return rules
+    return replace(rules, start=replace(rules.start, hop_s=timings.ring_hop_s(())))
 
 
 def _of_burst(
@@ -231,12 +238,15 @@ def _asked(
         (one.oldest_age_s for one in snapshot.demand if one.model == model.name), default=0.0
     )
     links = {link for server in servers for offer in server.offers for link in offer.links}
+    kinds, timings = {one.worker.device.kind for one in found}, known.timings
     request = StartRequest(
         model=model,
         waited_s=waited_s,
         books=known.fetches.forward(sorted(links), snapshot.now_s),
         now_s=snapshot.now_s,
-        overhead_s=max(known.timings.overhead_s(kind) for kind in DeviceKind),
+        overhead_s=max(timings.overhead_s(kind) for kind in DeviceKind),
+        restores=any(timings.restores(model.name, kind) for kind in kinds),
+        timings=timings,
     )
     return request, servers
 
@@ -339,16 +349,21 @@ def _scheme(
         replace(stage.cost, fetch_s=next(fetches_s) if stage.fetch_bytes > 0 else 0.0)
         for stage in scheme.stages
     ]
+    began = PhaseName.RESTORE if request.restores else PhaseName.INIT
+    hop_s, more_s = rules.start.hop_s, 0.0
+    if request.timings.hops and scheme.size > 1:
+        hop_s = request.timings.ring_hop_s([stage.node_id for stage in scheme.stages])
+        more_s = (hop_s - rules.start.hop_s) * scheme.size
     return Scheme(
         pipeline_size=scheme.size,
         full_memory_workers=scheme.full_memory_workers,
         placements=tuple(placements),
-        predicted_ttft_s=group_ttft_s(costs, request.spent_s, rules.start.hop_s),
-        predicted_tpot_s=scheme.tpot_s,
+        predicted_ttft_s=group_ttft_s(costs, request.spent_s, hop_s),
+        predicted_tpot_s=scheme.tpot_s + more_s,
         predicted_phase_s={
             PhaseName.FETCH: max(one.fetch_s for one in costs),
             PhaseName.LOAD: max(one.load_s for one in costs),
-            PhaseName.INIT: max(one.init_s for one in costs),
+            began: max(one.init_s for one in costs),
             PhaseName.PREFILL: sum(one.prefill_s for one in costs),
         },
         refusal=scheme.refusal,

@@ -1,5 +1,6 @@
 """What many samples of one figure come to: decayed means with their spread, and decayed lines."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ class Mean:
 
 
 def mean_after(known: Mean | None, sample: float | None) -> Mean | None:
-    """The mean with one more sample; without one, as it was. A sample below zero is none."""
-    if sample is None or sample < 0:
+    """The mean with one more sample; without one, as it was. One below zero, or that is no number,
+    is none.
+    """
+    if sample is None or not 0 <= sample < math.inf:
         return known
     return Mean(sample, sample / 2) if known is None else known.after(sample)
 
@@ -58,8 +61,12 @@ class Line:
     samples: int = 0
 
     def after(self, point: Point) -> "Line":
-        """With one more sample; those before it weigh less."""
+        """With one more sample; those before it weigh less. One without a size, below zero, or
+        that is no number, is none.
+        """
         kept, (x, y) = 1 - WEIGHT, point
+        if not (0 < x < math.inf and 0 <= y < math.inf):
+            return self
         return Line(
             kept * self.weight + 1,
             kept * self.x + x,

@@ -15,6 +15,7 @@ from pilotlight.policy.coldstart.contention import (
     Newcomer,
     link_counts,
 )
+from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.cost import (
     HOP_S,
     StageCost,
@@ -134,6 +135,10 @@ class StartRequest:
     now_s: float = 0.0
     overhead_s: float = 0.0
     """Of a start, beside its stages: rows, commands, the way of the request and of its token."""
+    restores: bool = False
+    """What its engines take beside parameters is the restore of an artifact."""
+    timings: Timings = field(default_factory=Timings)
+    """For what is told of the chosen nodes."""
 
     @property
     def spent_s(self) -> float:

@@ -7,7 +7,7 @@ each term has one place, a seed for the time before the first sample, and a fall
 
     term                            learned by               without samples
     t_cc, t_cu, t_l                 node and kind            kind on all nodes; a constant of the kind
-    init, restore                   model and kind           0: nothing is known to be needed
+    init, restore                   model and kind           0: nothing is known to be needed; restore goes first
     t_p, a line over tokens         model and kind           arithmetic at what other models' prompts showed, or at
                                                              what the device reads a second
     t_d, a line over bytes read     model and kind           bytes over the rate of device memory
@@ -23,7 +23,7 @@ and of all keys and values that one step reads.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import DeviceKind
@@ -176,14 +176,19 @@ class Timings:
         rates, pairs = dict(self.rates), dict(self.hops)
         for probe in probes:
             for node_id in (probe.node_id, ANY):
-                device = (node_id, probe.device_kind)
-                devices[device] = replace(devices.get(device, UNKNOWN_DEVICE), probe=probe)
+                key = (node_id, probe.device_kind)
+                devices[key] = replace(devices.get(key, UNKNOWN_DEVICE), probe=probe)
         for sample in samples:
+            # What a sample says nothing of stays the same object: it is not written again.
             of_model = (sample.model, sample.device_kind)
-            models[of_model] = _model_after(models.get(of_model, UNKNOWN_MODEL), sample)
+            model = models.get(of_model, UNKNOWN_MODEL)
+            if (of_it := _model_after(model, sample)) != model:
+                models[of_model] = of_it
             for node_id in (sample.node_id, ANY):
-                device = (node_id, sample.device_kind)
-                devices[device] = _device_after(devices.get(device, UNKNOWN_DEVICE), sample)
+                key = (node_id, sample.device_kind)
+                device = devices.get(key, UNKNOWN_DEVICE)
+                if (of_this := _device_after(device, sample)) != device:
+                    devices[key] = of_this
             ends = ((sample.node_id, sample.source), (sample.node_id, ANY_SOURCE))
             for end in (*ends, (ANY, sample.source)):
                 rate = mean_after(rates.get(end), sample.fetch_bytes_per_s or None)
@@ -257,12 +262,23 @@ class Timings:
         """t_n between two nodes."""
         return _first(self.hops.get(_pair(first, second)), self.hops.get((ANY, ANY)), HOP_S)
 
-    def init_s(self, model: ModelName, kind: DeviceKind, *, restored: bool = False) -> float:
+    def ring_hop_s(self, nodes: Sequence[NodeId]) -> float:
+        """t_n of a group: the mean over its hops from stage to stage, and back to the first; of no
+        nodes, over all that were seen.
+        """
+        around = list(zip(nodes, (*nodes[1:], *nodes[:1]), strict=True)) or [(ANY, ANY)]
+        return sum(self.hop_s(first, second) for first, second in around) / len(around)
+
+    def restores(self, model: ModelName, kind: DeviceKind) -> bool:
+        """Whether the model's last start was restored from an artifact."""
+        return self.models.get((model, kind), UNKNOWN_MODEL).restore is not None
+
+    def init_s(self, model: ModelName, kind: DeviceKind) -> float:
         """What a model's engine takes beside its parameters, or its artifact's restore in place of
-        that.
+        that, where its last start was restored.
         """
         known = self.models.get((model, kind), UNKNOWN_MODEL)
-        return _first(known.restore if restored else known.init, None, 0.0)
+        return _first(known.restore, known.init, 0.0)
 
     def overhead_s(self, kind: DeviceKind) -> float:
         """What a start takes beside what its stages do, on all nodes."""
@@ -350,9 +366,11 @@ def _first(one: Mean | None, other: Mean | None, seed: float) -> float:
 
 
 def _model_after(known: OfModel, sample: StageSample) -> OfModel:
+    # A start that was not restored says that there is no artifact any more.
+    anew = sample.init_s is not None and sample.restore_s is None
     return OfModel(
         init=mean_after(known.init, sample.init_s),
-        restore=mean_after(known.restore, sample.restore_s),
+        restore=None if anew else mean_after(known.restore, sample.restore_s),
         prefill=known.prefill if sample.prefill is None else known.prefill.after(sample.prefill),
         decode=known.decode if sample.decode is None else known.decode.after(sample.decode),
     )

@@ -28,6 +28,7 @@ from pilotlight.common.logs import write_logs
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.shown import EngineStart
 from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
 from pilotlight.worker.engine_child.slate import Slate
 
@@ -82,12 +83,14 @@ def _serve(
     """
     if options.record_images:
         _record_images()
+    began_s = clock.monotonic_s()
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
     from pilotlight.worker.engine_child.environment import environment_of
     from pilotlight.worker.engine_child.warmup import warm_up
 
+    imported_s = clock.monotonic_s()
     device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
     engine = Engine(
         threads=options.threads,
@@ -105,6 +108,11 @@ def _serve(
         granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
         memory_bytes_per_s=device.memory_bytes_per_s,
         environment=environment_of(device),
+        start=EngineStart(
+            context_s=clock.monotonic_s() - imported_s,
+            # A spare has imported them before.
+            libraries_s=0.0 if options.spare else imported_s - began_s,
+        ),
     )
     try:
         loop.run(up)

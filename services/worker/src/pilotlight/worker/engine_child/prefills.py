@@ -2,7 +2,7 @@
 is not prefilling.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pilotlight.common.messages.engine import Prefilled
 from pilotlight.common.phases import PhaseRecorder
@@ -83,6 +83,6 @@ class Prefills:
         return Prefilled(
             instance_id=first.instance_id,
             request_id=first.request_id,
-            phase=last,
+            phase=replace(last, tokens=first.tokens),
             earlier=tuple(earlier),
         )

@@ -7,14 +7,16 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import structlog
 
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
+from pilotlight.common.messages.engine import EngineUp
 from pilotlight.common.waiting import within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.worker.engine_child.slate import Slate, new_file
@@ -153,6 +155,16 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
         "OMP_NUM_THREADS": str(options.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+
+
+def with_process(up: EngineUp, took_s: float) -> EngineUp:
+    """What a child says of itself, with what its process took: the rest of ``took_s``, from its
+    spawn until it was up.
+    """
+    if up.start is None:
+        return up
+    create_s = max(0.0, took_s - up.start.context_s - up.start.libraries_s)
+    return msgspec.structs.replace(up, start=replace(up.start, create_s=create_s))
 
 
 async def bury(child: Child) -> int | None:

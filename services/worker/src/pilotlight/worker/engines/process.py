@@ -42,7 +42,14 @@ from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.hang import Patience
 from pilotlight.policy.phase import Moment
-from pilotlight.worker.engines.child_process import Child, ChildOptions, bury, kill_group, spawn
+from pilotlight.worker.engines.child_process import (
+    Child,
+    ChildOptions,
+    bury,
+    kill_group,
+    spawn,
+    with_process,
+)
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
 from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.hang_watch import HangWatch
@@ -135,11 +142,14 @@ class ProcessEngine:
                         error=error.message,
                     )
             self._check_wanted()
+            began_s = self._clock.monotonic_s()
             try:
                 child = await spawn(self._options)
             except OSError as error:
                 raise EngineFailed(f"the engine cannot be started: {error}") from error
-            return await self._begin(child)
+            up = await self._begin(child)
+            self._up = up = with_process(up, self._clock.monotonic_s() - began_s)
+            return up
 
     def _check_wanted(self) -> None:
         """The engine is still wanted, as it was when the start began.
