@@ -145,7 +145,7 @@ def test_a_changed_size_reaches_the_shadow_caches() -> None:
     cache.policy.on_insert(copy("a", size_bytes=9), 1.0)
     for number in range(50):
         cache.policy.on_access(access("a", float(number)))
-    assert cache.policy.order is Order.RATES
+    assert cache.policy.order is Order.IMPORTANCE
 
 
 def test_shadow_caches_have_a_part_of_many_models_and_as_small_a_part_of_the_room() -> None:

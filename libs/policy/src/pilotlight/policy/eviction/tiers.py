@@ -101,6 +101,19 @@ class TierPolicies:
         }
         self._follow(Tier.HOST, owner, node.pool_bytes, sizes, candidates, now_s)
 
+    def cost_anew(self, tier: Tier, copies: Iterable[EvictionCandidate], now_s: float) -> None:
+        """What it costs to bring copies back is known better than when they came.
+
+        Args:
+            tier: Of the copies.
+            copies: Those that were not reported before are left out.
+            now_s: On the clock of the accesses.
+        """
+        of = self._tiers[tier]
+        for candidate in copies:
+            if candidate.subject in of.copies:
+                of.policy.on_insert(candidate, now_s)
+
     def _follow(
         self,
         tier: Tier,

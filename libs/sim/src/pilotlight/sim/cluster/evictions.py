@@ -3,9 +3,10 @@ tells it.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from pilotlight.policy.arrivals import Access, RecentArrivals
-from pilotlight.policy.cluster import NodeFacts, Tier, WorkerView
+from pilotlight.policy.cluster import NodeFacts, Tier, WorkerFacts, WorkerView
 from pilotlight.policy.control.books import Books
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy
 from pilotlight.policy.eviction.candidates import CandidateFacts, MissFacts, on_device, registered
@@ -47,18 +48,30 @@ class Evictions:
         """Take what some workers report."""
         for worker_id, view in views.items():
             facts = view.facts
+            self._policies.hear_worker(
+                worker_id,
+                facts,
+                partial(self._candidates, facts, nodes.get(facts.node_id), books, arrivals, now_s),
+                now_s,
+            )
 
-            def candidates() -> Iterable[EvictionCandidate]:
-                known = CandidateFacts(
-                    now_s=now_s,
-                    models=self._models,
-                    since_s={
-                        one.instance_id: record.instance.state_since_s
-                        for one in facts.held
-                        if (record := books.get(one.instance_id)) is not None
-                    },
-                    misses=MissFacts(arrivals=arrivals),
-                )
-                return on_device(facts, nodes.get(facts.node_id), known)
-
-            self._policies.hear_worker(worker_id, facts, candidates, now_s)
+    def _candidates(
+        self,
+        worker: WorkerFacts,
+        node: NodeFacts | None,
+        books: Books,
+        arrivals: RecentArrivals,
+        now_s: float,
+    ) -> Iterable[EvictionCandidate]:
+        records = ((one.instance_id, books.get(one.instance_id)) for one in worker.held)
+        known = CandidateFacts(
+            now_s=now_s,
+            models=self._models,
+            since_s={
+                instance_id: record.instance.state_since_s
+                for instance_id, record in records
+                if record is not None
+            },
+            misses=MissFacts(arrivals=arrivals),
+        )
+        return on_device(worker, node, known)
