@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pilotlight.policy.coldstart.chosen import ChoiceRules
@@ -17,7 +17,7 @@ from pilotlight.policy.placement import PlacementRules
 from pilotlight.policy.scaling import ScalingRules
 from pilotlight.policy.turns import TurnRules
 from pilotlight.sim.cluster.arrivals import requests_of
-from pilotlight.sim.cluster.build import catalogue_of, timings_of
+from pilotlight.sim.cluster.build import Catalogue, catalogue_of, timings_of
 from pilotlight.sim.cluster.engine import Request
 from pilotlight.sim.cluster.events import Events
 from pilotlight.sim.cluster.evictions import Evictions
@@ -52,6 +52,10 @@ class Simulation:
     contender: Contender
     seed: int
     progress: Progress = lambda _: None
+    catalogue: Catalogue | None = None
+    """Models in the place of those that the scenario draws; they have its applications' names."""
+    asked: Iterable[Request] | None = None
+    """Requests in the place of those that the scenario draws, in order of time."""
     events: Events = field(default_factory=Events)
     tally: Tally = field(init=False)
     leader: Leader = field(init=False)
@@ -66,9 +70,10 @@ class Simulation:
     _looks: int = 0
 
     def __post_init__(self) -> None:
-        catalogue = catalogue_of(self.scenario)
+        catalogue = self.catalogue or catalogue_of(self.scenario)
         self.tally = Tally(self.scenario, catalogue)
-        self.requests = requests_of(self.scenario, self.seed)
+        drawn = requests_of(self.scenario, self.seed) if self.asked is None else self.asked
+        self.requests = iter(drawn)
         self.parts = Parts(
             scenario=self.scenario,
             contender=self.contender,
