@@ -50,6 +50,40 @@ def test_lines_become_measurements() -> None:
     assert found["policies"]["lru"]["over_optimum"] < found["policies"]["lfu"]["over_optimum"]
 
 
+def test_one_policy_is_renewed_beside_the_others() -> None:
+    from cache_results import renewed
+
+    before = {
+        "what": "w",
+        "bound": 1.0,
+        "samples": {"lru": [4.0, 6.0], "ours": [4.0, 4.0], "true-rates": [3.0, 3.0]},
+        "policies": {
+            "lru": {"mean": 5.0},
+            "ours": {
+                "mean": 4.0,
+                "reloads": 9.0,
+                "closes_of_true_rates": 0.5,
+                "closes_of_bound": 0.25,
+            },
+        },
+    }
+    run = {
+        "what": "w",
+        "samples": {"ours": [3.0, 4.0]},
+        "policies": {"ours": {"mean": 3.5, "reloads": 7.0}},
+    }
+    (found,) = renewed([before], [run], "ours", "abcdef0")
+    assert found["renewed"] == {"ours": "abcdef0"}
+    assert found["samples"]["ours"] == [3.0, 4.0]
+    assert found["samples"]["lru"] == [4.0, 6.0]
+    assert found["policies"]["ours"] == {
+        "mean": 3.5,
+        "reloads": 7.0,
+        "closes_of_true_rates": 0.75,
+        "closes_of_bound": 0.375,
+    }
+
+
 def test_results_are_lines_that_can_be_read() -> None:
     from cache_results import LINE_WIDTH, readable
 
