@@ -15,8 +15,8 @@ from pilotlight.policy.cluster import HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy, Sized
 from pilotlight.policy.eviction.choice import make_policy
 
-DEFAULT = "iam"
-"""The best one in the running system (decision 79)."""
+DEFAULT = "pilotlight"
+"""No worse than ``iam`` where both were compared, and better in sessions (decision 81)."""
 LOADED = frozenset({HeldState.READY, HeldState.DRAINING})
 
 Candidates = Callable[[], Iterable[EvictionCandidate]]
