@@ -122,7 +122,7 @@ bench-cache:  ## what waits for loads under each eviction policy, beside bounds,
 	@tools/bootstrap.sh dev
 	@$(PY) bench/cache.py $(if $(PARTS),--parts $(PARTS)) $(if $(POLICIES),--policies $(POLICIES)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS))
 
-bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON, on a quiet machine in less than 15 minutes: POLICIES=, REQUESTS=, DURATION_S=, REPEATS=
+bench-cache-real:  ## eviction policies in the whole system beside their simulation, as JSON, on a quiet machine in half an hour: POLICIES=, REQUESTS=, DURATION_S=, REPEATS=
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/cache_real.py $(if $(POLICIES),--policies $(POLICIES)) $(if $(REQUESTS),--requests $(REQUESTS)) $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(REPEATS),--repeats $(REPEATS))
 

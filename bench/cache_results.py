@@ -1,5 +1,8 @@
 """bench/results/cache.json of the lines of ``cache.py``: ``cache_results.py LINES COMMIT LOAD``.
 
+``cache_results.py LINES COMMIT LOAD POLICY`` renews one policy in what is recorded: simulated figures
+of the others do not hang on it. Such measurements say so in ``renewed``.
+
 LINES is what one run has printed, or several together; COMMIT the commit that they ran at; LOAD
 what else the machine did: simulated figures do not depend on it, those of an access do. Of each
 seed only the seconds of loads for each request are kept; all else is a mean over seeds.
@@ -12,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -26,6 +30,9 @@ KEPT = ("hit_ratio", "p99_load_s", "reloads", "throughput_per_s", "load_s_quanti
 """Of each policy, with four digits; of the two other sets of sizes, their means alone are kept."""
 LINE_WIDTH = 160
 CLOSED = ("closes_of_true_rates", "closes_of_bound")
+DERIVED = {*CLOSED, "over_optimum"}
+"""Of other policies' figures too."""
+RESULTS = ROOT / "bench/results/cache.json"
 
 
 def measurements(lines: Iterable[Line], named: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -40,6 +47,42 @@ def measurements(lines: Iterable[Line], named: Mapping[str, str]) -> list[dict[s
         keys = ("part", "scenario", "sizes", "pairing", "drift_s", "share")
         cells[tuple(line.get(key) for key in keys)].append(line)
     return [{**named, **_command(cell), **_measured(cell)} for cell in cells.values()]
+
+
+def renewed(
+    recorded: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]], policy: str, commit: str
+) -> list[dict[str, Any]]:
+    """What is recorded, with one policy's figures as they were found at another commit.
+
+    Args:
+        recorded: Measurements, with all policies.
+        found: Measurements of a run of that policy alone, some of those that are recorded.
+        policy: Its name.
+        commit: That it ran at.
+
+    Raises:
+        KeyError: what was found is not recorded.
+    """
+    by_what = {one["what"]: one for one in recorded}
+    for one in found:
+        known = by_what[one["what"]]
+        known["samples"][policy] = one["samples"][policy]
+        known["renewed"] = {**known.get("renewed", {}), policy: commit}
+        for part in ("hit_ratios", "told_of_alone"):
+            if part in known:
+                known[part][policy] = one[part][policy]
+        if "policies" not in known:
+            continue
+        of = {name: fmean(samples) for name, samples in known["samples"].items()}
+        figures = known["policies"][policy]
+        figures |= {name: one["policies"][policy][name] for name in figures.keys() - DERIVED}
+        if "over_optimum" in figures:
+            figures["over_optimum"] = _short(of[policy] / known["optimum"])
+        references = dict(zip(CLOSED, (of.get("true-rates"), known.get("bound")), strict=True))
+        for name, least_s in references.items():
+            if name in figures and least_s is not None:
+                figures[name] = _short((of["lru"] - of[policy]) / (of["lru"] - least_s))
+    return list(by_what.values())
 
 
 def _command(cell: list[Line]) -> dict[str, str]:
@@ -145,8 +188,11 @@ def main() -> None:
         .isoformat(),
     }
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    found = {"benchmark": "cache", "measurements": measurements(lines, named)}
-    (ROOT / "bench/results/cache.json").write_text(readable(found) + "\n")
+    found = measurements(lines, named)
+    if len(sys.argv) > 4:
+        recorded = json.loads(RESULTS.read_text())["measurements"]
+        found = renewed(recorded, found, sys.argv[4], commit)
+    RESULTS.write_text(readable({"benchmark": "cache", "measurements": found}) + "\n")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_no_request_fails_while_models_take_turns_and_the_cache_is_killed(
     last = evicted[0]["inputs"]["model"]
     why = system.cli("why-evicted", last)["evictions"]
     assert why[0]["inputs"]["model"] == last
-    assert why[0]["reason"].startswith("iam: ")
+    assert why[0]["reason"].startswith("pilotlight: ")
 
 
 def test_pins_in_the_way_are_named(system: RunningSystem) -> None:

@@ -1,6 +1,7 @@
 """``make bench-cache``: lines become measurements; ``make bench-cache-real``: which pairs count."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +50,40 @@ def test_lines_become_measurements() -> None:
     assert found["policies"]["lru"]["over_optimum"] < found["policies"]["lfu"]["over_optimum"]
 
 
+def test_one_policy_is_renewed_beside_the_others() -> None:
+    from cache_results import renewed
+
+    before = {
+        "what": "w",
+        "bound": 1.0,
+        "samples": {"lru": [4.0, 6.0], "ours": [4.0, 4.0], "true-rates": [3.0, 3.0]},
+        "policies": {
+            "lru": {"mean": 5.0},
+            "ours": {
+                "mean": 4.0,
+                "reloads": 9.0,
+                "closes_of_true_rates": 0.5,
+                "closes_of_bound": 0.25,
+            },
+        },
+    }
+    run = {
+        "what": "w",
+        "samples": {"ours": [3.0, 4.0]},
+        "policies": {"ours": {"mean": 3.5, "reloads": 7.0}},
+    }
+    (found,) = renewed([before], [run], "ours", "abcdef0")
+    assert found["renewed"] == {"ours": "abcdef0"}
+    assert found["samples"]["ours"] == [3.0, 4.0]
+    assert found["samples"]["lru"] == [4.0, 6.0]
+    assert found["policies"]["ours"] == {
+        "mean": 3.5,
+        "reloads": 7.0,
+        "closes_of_true_rates": 0.75,
+        "closes_of_bound": 0.375,
+    }
+
+
 def test_results_are_lines_that_can_be_read() -> None:
     from cache_results import LINE_WIDTH, readable
 
@@ -79,12 +114,40 @@ def test_pairs_that_simulation_tells_apart_are_those_that_count() -> None:
     assert verdict(expected, {"a": [9], "b": [9], "c": [8]}, 0.1)["order_kept"] is True
 
 
-def test_what_is_run_by_default_has_pairs_and_is_in_time() -> None:
-    from cache_real import Trial, simulated, told_apart
+def test_what_is_run_by_default_has_pairs() -> None:
+    from cache_real import Trial, timeless, told_apart
 
-    trial = Trial(models=8, room=3, requests=150, duration_s=75.0, zipf=1.2, max_tokens=8, seed=5)
-    expected = simulated(trial, ("lru", "gdsf", "iam"))
-    assert ("iam", "lru") in told_apart(expected, 0.1)
+    trial = Trial(models=8, room=3, requests=400, duration_s=200.0, zipf=1.8, max_tokens=8, seed=5)
+    alone = timeless(trial, ("lru", "gdsf", "iam", "pilotlight"))
+    assert ("iam", "lru") in told_apart(alone, 0.1)
+    assert alone["pilotlight"] <= alone["iam"]
+
+
+def test_a_device_for_some_demo_models_never_holds_one_more() -> None:
+    from cache_expected import LOADS_S, device_bytes, expected_reloads
+    from cache_real import Trial
+
+    assert device_bytes(3) == 3 * device_bytes(1)
+    even = Trial(models=4, room=3, requests=120, duration_s=180.0, zipf=0.0, max_tokens=8, seed=5)
+    tight, free = (
+        expected_reloads(one.asked(), "lru", LOADS_S[:2]) for one in (even, replace(even, room=4))
+    )
+    assert min(tight) > 2 * max(free), "but for the first loads, when instances have more room"
+
+
+def test_seconds_of_loads_are_from_plans_until_instances_are_ready() -> None:
+    from cache_real import loading_s
+
+    at = "2026-01-01T00:00:0{}Z".format
+    found = [
+        {"action": "instance_planned", "instance_id": "a", "timestamp": at("1.0")},
+        {"action": "instance_planned", "instance_id": "b", "timestamp": at("1.5")},
+        {"action": "other"},
+        {"action": "instance_ready", "instance_id": "a", "timestamp": at("2.0")},
+        {"action": "instance_ready", "instance_id": "b", "timestamp": at("2.0")},
+        {"action": "instance_ready", "instance_id": "unknown", "timestamp": at("2.0")},
+    ]
+    assert loading_s(found) == pytest.approx(1.5)
 
 
 def test_the_trace_is_that_of_its_seed_and_in_time() -> None:

@@ -14,7 +14,12 @@ from pilotlight.policy.arrivals import (
 )
 from pilotlight.policy.cluster import Copy, DeviceKind, HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.control.choosing import slice_for
-from pilotlight.policy.estimates import with_estimates
+from pilotlight.policy.estimates import (
+    FEW_MODELS,
+    differ_much,
+    estimate_among_others,
+    with_estimates,
+)
 from pilotlight.policy.eviction.base import EvictionRules, RoomRequest, plan_eviction
 from pilotlight.policy.eviction.candidates import (
     MAX_PENALTY_S,
@@ -28,7 +33,7 @@ from pilotlight.policy.eviction.lru import Lru
 from pilotlight.policy.ids import Epoch, GatewayId, ModelName
 from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import SchemeRules, choose_scheme
-from pilotlight.policy.plan import Estimate, Snapshot
+from pilotlight.policy.plan import ANY_MODEL, Estimate, Snapshot
 from pilotlight.policy.testing import NOW_S, copy, held, model, node, worker
 
 
@@ -225,14 +230,53 @@ def test_a_decision_is_recorded_with_everything_that_its_loss_was_made_from() ->
     )
     assert {one.name for one in seen.models} == {"m", "a"}
     assert [one.digest for one in seen.nodes[0].copies] == ["d-a"]
-    assert seen.estimates.keys() == seen.arrivals.models.keys() == {"a"}
+    assert seen.estimates.keys() == {"a", ANY_MODEL}
+    assert seen.arrivals.models.keys() == {"a"}
 
 
 def test_estimates_are_by_name_and_one_for_each_kind_of_device() -> None:
     known = with_estimates({}, (estimate("a"), estimate("a", DeviceKind.CUDA), estimate("b")))
     newer = with_estimates(known, (estimate("a", load=5.0),))
-    assert {name: len(each) for name, each in newer.items()} == {"a": 2, "b": 1}
+    assert {name: len(each) for name, each in newer.items()} == {"a": 2, "b": 1, ANY_MODEL: 2}
     assert sorted(one.load_bytes_per_s for one in newer[ModelName("a")]) == [0.0, 5.0]
     assert sorted(one.load_bytes_per_s for one in known[ModelName("a")]) == [0.0, 0.0], (
         "what was known is not written to"
     )
+
+
+def test_a_model_that_was_never_loaded_costs_what_is_usual() -> None:
+    """Not the device's promise: its copies would go before all others."""
+    known = with_estimates({}, (estimate("a", load=10.0), estimate("b", load=40.0)))
+    usual = estimate_among_others(model("new"), DeviceKind.SIM, known)
+    assert usual is not None
+    assert usual.load_bytes_per_s == 25.0
+    assert estimate_among_others(model("new"), DeviceKind.CUDA, known) is None
+    on_any = estimate_among_others(model("new"), None, known)
+    assert on_any == usual
+
+
+def test_one_slow_load_among_equal_models_counts_little() -> None:
+    alike = [estimate(f"m{number}", load=100.0) for number in range(6)]
+    known = with_estimates({}, (*alike, estimate("slow", load=10.0)))
+    costs = {
+        name: 1.0 / found.load_bytes_per_s
+        for name in ("m0", "slow")
+        if (found := estimate_among_others(model(name), DeviceKind.SIM, known)) is not None
+    }
+    assert costs["m0"] == pytest.approx(1 / 100)
+    assert 1.5 < costs["slow"] / costs["m0"] < 2.5, "one load, beside nine that it seems to be"
+    often = with_estimates(known, (replace(estimate("slow", load=10.0), samples=40),))
+    proved = estimate_among_others(model("slow"), DeviceKind.SIM, often)
+    assert proved is not None
+    assert 4.0 < 100.0 / proved.load_bytes_per_s < 10.0
+
+
+def test_the_usual_model_is_found_anew_seldom_where_there_are_many() -> None:
+    known = with_estimates({}, (estimate(f"m{at}", load=10.0) for at in range(FEW_MODELS + 8)))
+    assert not differ_much(known, with_estimates(known, (estimate("m0", load=99.0),)))
+    assert differ_much({}, known)
+    more = with_estimates(known, (estimate(f"n{at}", load=90.0) for at in range(FEW_MODELS * 2)))
+    assert more[ANY_MODEL][0].load_bytes_per_s == 90.0
+    assert differ_much(known, more)
+    same = with_estimates(known, (estimate("another", load=90.0),))
+    assert same[ANY_MODEL] == known[ANY_MODEL]

@@ -2,9 +2,12 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from evicted_copies import SmallCache, access, copy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pilotlight.policy.eviction.forecast import (
     FOLLOWED_AT_LEAST,
@@ -13,6 +16,7 @@ from pilotlight.policy.eviction.forecast import (
     Order,
 )
 from pilotlight.policy.eviction.gaps import FIT_EVERY, GapLaw
+from pilotlight.policy.eviction.iam import Iam
 from pilotlight.policy.eviction.popularity import HALF_LIVES, PRIOR, Popularity
 from pilotlight.policy.ids import ModelName
 
@@ -145,7 +149,7 @@ def test_a_changed_size_reaches_the_shadow_caches() -> None:
     cache.policy.on_insert(copy("a", size_bytes=9), 1.0)
     for number in range(50):
         cache.policy.on_access(access("a", float(number)))
-    assert cache.policy.order is Order.RATES
+    assert cache.policy.order is Order.IMPORTANCE
 
 
 def test_shadow_caches_have_a_part_of_many_models_and_as_small_a_part_of_the_room() -> None:
@@ -161,3 +165,42 @@ def test_shadow_caches_have_a_part_of_many_models_and_as_small_a_part_of_the_roo
         assert sum(held) + shadow._free_bytes == 4_000 // 8
         assert sum(held) > 0.9 * 4_000 // 8
         assert set(shadow._resident) <= set(policy._shadowed)
+
+
+def test_the_next_instance_of_a_model_is_no_second_copy_in_shadow_caches() -> None:
+    """Services have a subject for each load."""
+    policy = Forecast(10)
+    for number in range(30):
+        policy.on_access(access("a", float(number)))
+        instance = replace(copy("a", 4), subject=f"i{number}")
+        policy.on_insert(instance, float(number))
+        policy.on_evict(f"i{number}", number + 0.5)
+    for shadow in policy._shadows.values():
+        assert list(shadow._resident) == ["a"]
+        assert shadow._free_bytes == 6
+        assert shadow.cost_s == 0.0, "it was there for all accesses that it was asked about"
+
+
+def test_what_a_copy_costs_now_is_what_it_costs_shadow_caches() -> None:
+    cache = our_cache(10)
+    cache.ask("a", 4, penalty_s=0.001)
+    cache.policy.on_insert(copy("a", 4, penalty_s=0.5), 1.0)
+    cache.policy.on_access(access("a", 2.0))
+    for shadow in cache.policy._shadows.values():
+        assert shadow._resident["a"].penalty_s == 0.5
+
+
+@given(st.lists(st.integers(0, 7), max_size=FOLLOWED_AT_LEAST - 1), st.integers(1, 5))
+def test_until_another_order_was_cheaper_it_is_that_of_iam(asked: list[int], places: int) -> None:
+    """Of what comes with a question, as services ask."""
+    cache, ours = SmallCache(Iam(), places), Forecast(places)
+    for number in asked:
+        here = dict(cache.resident)
+        ours.on_access(access(f"m{number}", cache.now_s + 1.0))
+        cache.ask(f"m{number}")
+        for subject in here.keys() - cache.resident.keys():
+            ours.on_evict(subject, cache.now_s)
+        for subject in cache.resident.keys() - here.keys():
+            ours.on_insert(cache.resident[subject], cache.now_s)
+    copies, later_s = tuple(cache.resident.values()), cache.now_s + 5.0
+    assert ours.ordered(copies, later_s) == cache.policy.ordered(copies, later_s)

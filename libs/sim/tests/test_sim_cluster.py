@@ -9,6 +9,8 @@ import pytest
 import pilotlight.sim.cluster.leader as leader_module
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.instance import ENDED, SERVING
+from pilotlight.sim.cluster.build import catalogue_of
+from pilotlight.sim.cluster.engine import Request
 from pilotlight.sim.cluster.results import Result
 from pilotlight.sim.cluster.run import Simulation
 from pilotlight.sim.cluster.scenario import (
@@ -140,3 +142,33 @@ def test_a_scenario_that_cannot_be_used_says_why(text: str, says: str) -> None:
     """Where, and what."""
     with pytest.raises(BadScenario, match=says):
         parse("s", text)
+
+
+def test_a_cluster_evicts_by_the_policy_of_its_contender() -> None:
+    """Two places: recency gives up the popular model, importance keeps it and has the others take
+    turns.
+    """
+    short = _short(duration_s=200.0)
+    scenario = dataclasses.replace(
+        short,
+        keep_alive_s=1e4,
+        nodes=(dataclasses.replace(short.nodes[0], count=1, device_gib=32.0),),
+        applications=(dataclasses.replace(_short().applications[0], models=3),),
+    )
+    popular, *others = catalogue_of(scenario).models
+    asked = [(popular, 2.0 + number) for number in range(10)]
+    asked += [(others[number % 2], 20.0 + 10.0 * number) for number in range(12)]
+    asked += [(popular, 140.0)]
+    starts = {
+        policy: _starts(scenario, policy, [Request(name, at_s, 10, 2) for name, at_s in asked])
+        for policy in ("lru", "iam", "pilotlight")
+    }
+    assert starts["lru"] == 4
+    assert starts["iam"] == starts["pilotlight"] > 12
+
+
+def _starts(scenario: Scenario, policy: str, asked: list[Request]) -> int:
+    contender = dataclasses.replace(CONTENDERS["least-ttft"], eviction=policy)
+    simulation = Simulation(scenario, contender, 3, asked=asked)
+    assert simulation.run().finished == len(asked)
+    return simulation.leader.starts

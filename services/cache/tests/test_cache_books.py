@@ -18,8 +18,11 @@ from pilotlight.policy.cluster import (
     Tier,
 )
 from pilotlight.policy.estimates import with_estimates
+from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.candidates import registered
-from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId, WorkerId
+from pilotlight.policy.eviction.lru import Lru
+from pilotlight.policy.eviction.tiers import TierPolicies
+from pilotlight.policy.ids import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.plan import Estimate
 from pilotlight.policy.testing import NOW_S, copy, held, model, node, worker
 
@@ -114,16 +117,8 @@ def test_of_two_copies_either_is_worth_less_than_the_last() -> None:
     """60 bytes: links give 100 a second, the source gave 10 and the disk 20."""
     one = model()
     whole = replace(copy(), parts=tuple(range(6)))
-    learned = Estimate(
-        model=one.name,
-        device_kind=DeviceKind.SIM,
-        fetch_bytes_per_s=10.0,
-        load_bytes_per_s=0.0,
-        prefill_s=0.0,
-        cold_ttft_s=0.0,
-        samples=1,
-    )
-    books = Books(models=registered((one,)), estimates=with_estimates({}, (learned,)))
+    estimates = with_estimates({}, (learned(one.name, fetch_bytes_per_s=10.0),))
+    books = Books(models=registered((one,)), estimates=estimates)
     first = replace(node(copies=(whole,)), dataplane_host="h", dataplane_port=7)
     other = replace(first, node_id=NodeId("n1"), copies=(replace(whole, node_id=NodeId("n1")),))
     hear(books, first, NOW_S)
@@ -138,6 +133,41 @@ def test_of_two_copies_either_is_worth_less_than_the_last() -> None:
     disk = LinkSpeed(kind=OriginKind.DISK, name="disk", bytes_per_s=20.0)
     hear(books, replace(first, copies=(whole, on_disk), links=(disk,)), NOW_S)
     assert penalty_s(books, "n0") == 3.0
+
+
+def test_policies_hear_of_all_copies_when_loads_turn_out_to_take_another_time() -> None:
+    told: list[tuple[str, float]] = []
+
+    class Told(Lru):
+        def on_insert(self, candidate: EvictionCandidate, now_s: float) -> None:
+            told.append((candidate.subject, candidate.penalty_s))
+
+    books = Books(
+        models=registered((model("a"), model("b"))),
+        policies=TierPolicies(make=lambda _, __: Told()),
+    )
+    hear(books, worker(held_stages=(stage("a", 60),)), NOW_S)
+    hear(books, node(copies=(copy("a"), copy("b"))), NOW_S)
+    told.clear()
+    once = with_estimates({}, (learned("b", load_bytes_per_s=10.0),))
+    books.hear_estimates(once, NOW_S)
+    assert {subject for subject, _ in told} == {"a", "d-a", "d-b"}
+    assert dict(told)["a"] == 6.0, "it is expected to take what is usual"
+    told.clear()
+    books.hear_estimates(with_estimates(once, (learned("b", load_bytes_per_s=11.0),)), NOW_S)
+    assert told == [], "about the same"
+
+
+def learned(name: str, load_bytes_per_s: float = 0.0, fetch_bytes_per_s: float = 0.0) -> Estimate:
+    return Estimate(
+        model=ModelName(name),
+        device_kind=DeviceKind.SIM,
+        fetch_bytes_per_s=fetch_bytes_per_s,
+        load_bytes_per_s=load_bytes_per_s,
+        prefill_s=0.0,
+        cold_ttft_s=0.0,
+        samples=1,
+    )
 
 
 def penalty_s(books: Books, node_id: str) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pilotlight.policy.cluster import DeviceKind, NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.ids import ModelName
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.plan import Estimate, Estimates
 
@@ -241,10 +242,10 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
 
 
 def estimate_for(
-    model: Model, device_kind: DeviceKind | None, estimates: Estimates
+    model: ModelName, device_kind: DeviceKind | None, estimates: Estimates
 ) -> Estimate | None:
     """What is known of a model on a kind of device; on any, without one."""
-    for estimate in estimates.get(model.name, ()):
+    for estimate in estimates.get(model, ()):
         if device_kind is None or estimate.device_kind is device_kind:
             return estimate
     return None

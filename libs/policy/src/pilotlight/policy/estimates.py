@@ -1,15 +1,26 @@
-"""Timings of a model, learned from its own cold starts."""
+"""Timings of a model, learned from its own cold starts, and those of a usual one."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import median
 
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.ids import ModelName
-from pilotlight.policy.plan import Estimate, Estimates
+from pilotlight.policy.model import Model
+from pilotlight.policy.plan import ANY_MODEL, Estimate, Estimates
 
 WEIGHT = 0.3
 """Of the newest sample: five cold starts forget a change of hardware, one outlier does not own the
 figure."""
+USUAL_SAMPLES = 8.0
+"""For how many of a model's own loads counts what models usually take. On one kind of device loads
+differ by their bytes first; one load beside another takes twice as long."""
+MUCH = 1.25
+"""Times what it was: then what copies cost is told anew."""
+FEW_MODELS = 64
+"""Among so many the usual model is found anew with each estimate, else with an eighth more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +70,97 @@ def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:
 
 
 def with_estimates(known: Estimates, learned: Iterable[Estimate]) -> Estimates:
-    """Estimates by name, with newer ones in the place of those of the same model and device
-    kind.
+    """Estimates by name, with newer ones in the place of those of the same model and device kind,
+    and those of a usual model, which has the medians of all.
     """
     by_name = dict(known)
     for estimate in learned:
         others = by_name.get(estimate.model, ())
         kept = (one for one in others if one.device_kind is not estimate.device_kind)
         by_name[estimate.model] = (*kept, estimate)
+    models = len(by_name.keys() - {ANY_MODEL})
+    of_models = max((one.samples for one in by_name.get(ANY_MODEL, ())), default=0)
+    if models and (models <= FEW_MODELS or models >= of_models + of_models / 8):
+        by_name[ANY_MODEL] = _usual(by_name)
     return by_name
+
+
+def estimates_of(models: Iterable[ModelName], estimates: Estimates) -> Estimates:
+    """Those of some models, and of a usual one."""
+    named = sorted({ANY_MODEL, *models})
+    return {name: estimates[name] for name in named if name in estimates}
+
+
+def estimate_among_others(
+    model: Model, device_kind: DeviceKind | None, estimates: Estimates
+) -> Estimate | None:
+    """What is expected of a model, to be compared with what is expected of others.
+
+    Raw figures of one or two loads differ by factors between equal models, and a guess for a model
+    of which nothing is known by more: its copies would go before all others, or never.
+
+    1. of a model that was never loaded, what is usual
+    2. of one that was, its own pace of loading counts beside the usual one as far as it was seen
+
+    Args:
+        model: Whose.
+        device_kind: On what kind of device; None: on any.
+        estimates: As ``with_estimates`` makes them.
+    """
+    own = estimate_for(model.name, device_kind, estimates)
+    usual = estimate_for(ANY_MODEL, device_kind, estimates)
+    if own is None or usual is None:  # 1
+        return own or usual
+    if own.load_bytes_per_s <= 0 or usual.load_bytes_per_s <= 0:
+        return replace(own, load_bytes_per_s=own.load_bytes_per_s or usual.load_bytes_per_s)
+    # 2: a weighted mean is one of no more samples than this
+    seen = min(own.samples, (2.0 - WEIGHT) / WEIGHT)
+    s_per_byte = (seen / own.load_bytes_per_s + USUAL_SAMPLES / usual.load_bytes_per_s) / (
+        seen + USUAL_SAMPLES
+    )
+    return replace(own, load_bytes_per_s=1.0 / s_per_byte)
+
+
+def differ_much(before: Estimates, after: Estimates) -> bool:
+    """Whether a usual model's cold starts are not about those of before."""
+
+    def figures(estimates: Estimates) -> dict[tuple[DeviceKind, str], float]:
+        return {
+            (one.device_kind, name): figure
+            for one in estimates.get(ANY_MODEL, ())
+            for name, figure in (("fetch", one.fetch_bytes_per_s), ("load", one.load_bytes_per_s))
+        }
+
+    had, has = figures(before), figures(after)
+    return had.keys() != has.keys() or any(
+        max(had[key], has[key]) > MUCH * min(had[key], has[key]) for key in has
+    )
+
+
+def _usual(by_name: Estimates) -> tuple[Estimate, ...]:
+    by_kind: defaultdict[DeviceKind, list[Estimate]] = defaultdict(list)
+    for name, found in by_name.items():
+        if name != ANY_MODEL:
+            for one in found:
+                by_kind[one.device_kind].append(one)
+    return tuple(
+        Estimate(
+            model=ANY_MODEL,
+            device_kind=kind,
+            fetch_bytes_per_s=_median(one.fetch_bytes_per_s for one in found),
+            load_bytes_per_s=_median(one.load_bytes_per_s for one in found),
+            prefill_s=_median(one.prefill_s for one in found),
+            cold_ttft_s=_median(one.cold_ttft_s for one in found),
+            samples=len(by_name.keys() - {ANY_MODEL}),
+        )
+        for kind, found in by_kind.items()
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    """Of what is known; 0 where nothing is."""
+    known = [one for one in values if one > 0]
+    return median(known) if known else 0.0
 
 
 def _mixed(known: float, sample: float | None) -> float:

@@ -254,7 +254,7 @@ def _by_policy(
 
 def _whole_on(model: Model, candidate: Candidate, snapshot: Snapshot) -> Scheme:
     whole = model.spec.whole
-    estimate = estimate_for(model, candidate.worker.device.kind, snapshot.estimates)
+    estimate = estimate_for(model.name, candidate.worker.device.kind, snapshot.estimates)
     cost = stage_cost(model, whole, candidate.worker, candidate.node, estimate)
     placement = Placement(
         worker_id=candidate.worker.worker_id,

@@ -161,6 +161,8 @@ class Estimate:
 
 Estimates = Mapping[ModelName, tuple[Estimate, ...]]
 """By name of the model: one for each kind of device."""
+ANY_MODEL = ModelName("")
+"""The name of the estimates that stand for a usual model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

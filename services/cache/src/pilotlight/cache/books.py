@@ -23,6 +23,7 @@ from pilotlight.policy.cluster import (
     WorkerFacts,
 )
 from pilotlight.policy.drain import copies_to_strike
+from pilotlight.policy.estimates import differ_much
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.candidates import (
     CandidateFacts,
@@ -111,6 +112,22 @@ class Books:
         for access in accesses:
             self.policies.on_access(access)
         return accesses
+
+    def hear_estimates(self, estimates: Estimates, now_s: float) -> None:
+        """Take what was learned of cold starts. Where a usual model's differ much from before,
+        policies are told of all copies anew: those that stay are compared with those that come.
+        """
+        before, self.estimates = self.estimates, estimates
+        if not differ_much(before, estimates):
+            return
+        for worker_id in self.roster.workers:
+            facts = self.worker(worker_id)
+            if facts is not None:
+                self.policies.cost_anew(Tier.DEVICE, self.on_device(facts, now_s), now_s)
+        for node_id in self.roster.nodes:
+            node = self.node(node_id)
+            if node is not None:
+                self.policies.cost_anew(Tier.HOST, self.in_pool(node, now_s), now_s)
 
     def hear_epoch(self, epoch: Epoch) -> None:
         """Take note of a leader."""

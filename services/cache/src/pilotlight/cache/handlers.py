@@ -108,7 +108,7 @@ class Handlers:
             grant.grant_id: grant for grant in await self._repository.open_grants(now_s)
         }
         await self._registrations.follow()
-        self._books.estimates = await self._repository.estimates()
+        self._books.hear_estimates(await self._repository.estimates(), now_s)
         self._books.hear_epoch(await self._repository.leading_epoch())
         bus = self._context.bus
         # One by one: what is served when this is cancelled is ended like the rest.
@@ -212,7 +212,8 @@ class Handlers:
     async def _read_estimates(self) -> None:
         async for _ in every(ESTIMATES_INTERVAL_S):
             try:
-                self._books.estimates = await self._repository.estimates()
+                estimates = await self._repository.estimates()
+                self._books.hear_estimates(estimates, self._context.clock.monotonic_s())
             except DatabaseUnavailable as error:
                 log.warning(
                     "estimates are kept as they are",

@@ -13,7 +13,8 @@ from pilotlight.cache.books import Books
 from pilotlight.cache.lender import Lender
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import Tier
-from pilotlight.policy.cost import estimate_for, stage_cost, stage_room
+from pilotlight.policy.cost import stage_cost, stage_room
+from pilotlight.policy.estimates import estimate_among_others
 from pilotlight.policy.eviction.base import EvictionCandidate, Victim
 from pilotlight.policy.eviction.shadows import Shadow, Shadows
 from pilotlight.policy.ids import ModelName, NodeId
@@ -156,7 +157,7 @@ class CacheMeasures:
             if node is None:
                 continue
             kind = view.facts.device.kind
-            estimate = estimate_for(model, kind, self._books.estimates)
+            estimate = estimate_among_others(model, kind, self._books.estimates)
             cost = stage_cost(
                 model, model.spec.whole, view.facts, replace(node, copies=()), estimate
             )

@@ -291,7 +291,7 @@ class ColdStarts:
                     together = link_bytes_per_s(node, place.source) if node is not None else None
                     sample = replace(sample, fetch_bytes_per_s=together)
                 stages.append(stage_sample_of(sample, place, model))
-            before = news.get((model.name, kind)) or estimate_for(model, kind, estimates)
+            before = news.get((model.name, kind)) or estimate_for(model.name, kind, estimates)
             news[model.name, kind] = learn(before, sample)
             learned_of.append(entry)
         if not news:

@@ -9,6 +9,7 @@ from pilotlight.policy.coldstart.chosen import ALTERNATIVES, is_late
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.control.starts import Chosen
+from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import CONSIDERED, SchemeChoice, choose_scheme
@@ -109,8 +110,6 @@ def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:
             for node in snapshot.nodes
         ),
         demand=tuple(one for one in snapshot.demand if one.model == model.name),
-        estimates={
-            name: snapshot.estimates[name] for name in sorted(named) if name in snapshot.estimates
-        },
+        estimates=estimates_of(named, snapshot.estimates),
         arrivals=snapshot.arrivals.of(sorted(named)),
     )

@@ -18,6 +18,7 @@ from pilotlight.policy.control.rooms import Slot, slot_of
 from pilotlight.policy.control.shapes import LinkUse, Shape
 from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.cost import stage_room
+from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.placement import PlacementRules, committed_bytes, room_on
@@ -374,9 +375,7 @@ class Draft:
             workers=tuple(views),
             instances=tuple(instances),
             demand=demand,
-            estimates={
-                name: facts.estimates[name] for name in sorted(named) if name in facts.estimates
-            },
+            estimates=estimates_of(named, facts.estimates),
             arrivals=facts.arrivals.of(sorted(named)),
             drains=facts.drains,
         )

@@ -24,7 +24,8 @@ from pilotlight.policy.cluster import (
     Tier,
     WorkerFacts,
 )
-from pilotlight.policy.cost import estimate_for, fetch_bytes_per_s, stage_cost, transfer_s
+from pilotlight.policy.cost import fetch_bytes_per_s, stage_cost, transfer_s
+from pilotlight.policy.estimates import estimate_among_others
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.model import Model
@@ -121,7 +122,7 @@ def _of_stage(
     if facts.misses is not None and model is not None and model.digest == held.digest:
         arrivals_per_s = facts.misses.arrivals.rate_per_s(model.name, facts.now_s)
         if node is not None:
-            estimate = estimate_for(model, worker.device.kind, facts.misses.estimates)
+            estimate = estimate_among_others(model, worker.device.kind, facts.misses.estimates)
             penalty_s = stage_cost(model, held.stage, worker, node, estimate).ready_s
     return EvictionCandidate(
         subject=held.instance_id,
@@ -147,7 +148,8 @@ def _of_copy(copy: Copy, node: NodeFacts, facts: CandidateFacts) -> EvictionCand
         misses = facts.misses
         arrivals_per_s = sum(misses.arrivals.rate_per_s(one.name, facts.now_s) for one in models)
         rate = min(
-            fetch_bytes_per_s(node, estimate_for(one, None, misses.estimates)) for one in models
+            fetch_bytes_per_s(node, estimate_among_others(one, None, misses.estimates))
+            for one in models
         )
         rate = max(rate, misses.again_bytes_per_s.get(copy.digest, 0.0))
         penalty_s = transfer_s(copy.size_bytes, rate)

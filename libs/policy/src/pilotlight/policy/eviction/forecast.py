@@ -8,20 +8,25 @@ What it takes from its rivals, and what it adds:
 - time is counted in accesses: a burst or a silence of all models together changes no order
 - the distribution of gaps instead of its mean, as LHD; but of gaps in units of each model's own
   expected gap, with the gaps that still last (``gaps``)
-- which of three orders is the best one is measured, not assumed: by rates, by rates and the
-  distribution of gaps, by recency. Each has a shadow cache, which counts what its misses would have
-  cost; the cheapest one is followed. Where there are many models, the shadow caches have a part of
-  them, drawn by name, and as small a part of the room (SHARDS: Waldspurger et al., FAST 2015)
+- which of four orders is the best one is measured, not assumed: that of ``iam``, by rates, by rates
+  and the distribution of gaps, by recency. Each has a shadow cache, which counts what its misses
+  would have cost; the cheapest one is followed, that of ``iam`` until another one has been cheaper.
+  Where there are many models, the shadow caches have a part of them, drawn by name, and as small a
+  part of the room (SHARDS: Waldspurger et al., FAST 2015)
 """
 
 import zlib
+from dataclasses import replace
 from enum import StrEnum
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.gaps import GapLaw
 from pilotlight.policy.eviction.heap import Priority
+from pilotlight.policy.eviction.hysteresis import Hysteresis
+from pilotlight.policy.eviction.iam import worth
 from pilotlight.policy.eviction.popularity import Popularity
+from pilotlight.policy.eviction.rates import DecayedRates
 from pilotlight.policy.eviction.scored import ScoredPolicy
 from pilotlight.policy.ids import ModelName
 
@@ -38,6 +43,8 @@ MAX_SHADOWED = 1_024
 class Order(StrEnum):
     """What the least worth is measured by."""
 
+    IMPORTANCE = "importance"
+    """That of ``iam``, with its margin for what comes back."""
     RATES = "rates"
     GAPS = "gaps"
     RECENCY = "recency"
@@ -49,21 +56,33 @@ class _Forecasts:
     def __init__(self) -> None:
         self.popularity = Popularity()
         self.gaps = GapLaw(self.popularity.probability)
+        self.rates = DecayedRates()
 
     def note(self, access: Access) -> ModelName | None:
         """Take an access. Returns the model that is forgotten for it, if one is."""
         self.gaps.on_access(access.model, access.count)
+        self.rates.on_access(access)
         forgotten = self.popularity.on_access(access)
         if forgotten is not None:
             self.gaps.forget(forgotten)
         return forgotten
 
-    def score(self, order: Order, candidate: EvictionCandidate, last_s: float) -> Priority:
+    def score(
+        self,
+        order: Order,
+        candidate: EvictionCandidate,
+        last_s: float,
+        now_s: float,
+        hysteresis: Hysteresis | None,
+    ) -> Priority:
         """What a copy is worth by one of the orders: P/S times the rate that is forecast, or when
         its model was asked for last.
         """
         if order is Order.RECENCY:
             return last_s, 0.0
+        if order is Order.IMPORTANCE:
+            rate_per_s = self.rates.rate_per_s(candidate.model, now_s)
+            return worth(candidate, rate_per_s, last_s, now_s, hysteresis)
         rate = self.popularity.probability(candidate.model)
         if order is Order.GAPS:
             rate *= self.gaps.factor(candidate.model, rate)
@@ -91,7 +110,7 @@ class _Shadow(ScoredPolicy):
             capacity_bytes: Of this cache.
             order: By which it evicts.
         """
-        super().__init__()
+        super().__init__(Hysteresis() if order is Order.IMPORTANCE else None)
         self.cost_s = 0.0
         self._forecasts = forecasts
         self._last_s = last_s
@@ -101,16 +120,21 @@ class _Shadow(ScoredPolicy):
             self.renewed_per_access = 0  # What it orders by changes with an access alone.
 
     def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> Priority:
-        return self._forecasts.score(self._order, candidate, last_s)
+        return self._forecasts.score(self._order, candidate, last_s, now_s, self._hysteresis)
 
     def note(self, access: Access) -> None:
         """What scores are made from has an owner, which was told."""
 
     def ask(self, access: Access, candidate: EvictionCandidate) -> None:
-        """Count an access for a model whose copy is known."""
+        """Count an access for a model whose copy is known. What a miss costs now is what it costs
+        all shadow caches: a copy that stays is compared with one that has just been measured.
+        """
+        held = self._resident.get(candidate.subject)
+        if held is not None and held.penalty_s != candidate.penalty_s:
+            self._resident[candidate.subject] = replace(held, penalty_s=candidate.penalty_s)
         self.on_access(access)
         self.cost_s *= COST_KEPT
-        if candidate.subject not in self._resident:
+        if held is None:
             self.cost_s += candidate.penalty_s
             self.admit(candidate, access.at_s)
 
@@ -119,7 +143,7 @@ class _Shadow(ScoredPolicy):
         self.drop(candidate.subject, now_s)
         if self._make_room(candidate.size_bytes, now_s):
             self._free_bytes -= candidate.size_bytes
-            self.on_insert(candidate, now_s)
+            self.on_insert(replace(candidate, resident_since_s=now_s), now_s)
 
     def shrink(self, less_bytes: int, now_s: float) -> None:
         """Have less room from now on."""
@@ -164,14 +188,14 @@ class Forecast(ScoredPolicy):
 
     def __init__(self, capacity_bytes: int) -> None:
         """``capacity_bytes``: of the cache that it is for, and of each shadow cache."""
-        super().__init__()
+        super().__init__(Hysteresis())
         self._capacity_bytes = capacity_bytes
         self._forecasts = _Forecasts()
         self._shadow_bytes = capacity_bytes
         self._shadows = {
             order: _Shadow(self._forecasts, self._last_s, capacity_bytes, order) for order in Order
         }
-        self._order = Order.RATES
+        self._order = Order.IMPORTANCE
         self._followed_for = 0
         self._one_of = 1
         """Shadow caches have one of so many models; a power of two."""
@@ -202,6 +226,8 @@ class Forecast(ScoredPolicy):
         if not self._drawn(candidate.model):
             return
         before = self._shadowed.get(candidate.model)
+        # A model's next instance has another subject, and is the same copy to a shadow cache.
+        candidate = replace(candidate, subject=candidate.model)
         self._shadowed[candidate.model] = candidate
         if before is None or before.size_bytes != candidate.size_bytes:
             for shadow in self._shadows.values():
@@ -215,7 +241,7 @@ class Forecast(ScoredPolicy):
             shadow.grow(by_bytes)
 
     def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> Priority:
-        return self._forecasts.score(self._order, candidate, last_s)
+        return self._forecasts.score(self._order, candidate, last_s, now_s, self._hysteresis)
 
     def _follow_cheapest(self, now_s: float) -> None:
         cheapest = min(self._shadows, key=lambda order: self._shadows[order].cost_s)

@@ -41,6 +41,31 @@ def importance(utilities: Sequence[float], one: float) -> float:
     return math.log(bisect_left(utilities, one) + RANK_BIAS)
 
 
+def worth(
+    candidate: EvictionCandidate,
+    arrivals_per_s: float,
+    last_s: float,
+    now_s: float,
+    hysteresis: Hysteresis | None,
+) -> Priority:
+    """A copy's utility, with what it counts for more by having stayed; ties by recency.
+
+    Args:
+        candidate: The copy.
+        arrivals_per_s: Of its model, as estimated; it counts for no more than the idle time allows.
+        last_s: When its model was asked for last.
+        now_s: On the same clock.
+        hysteresis: Knows what came back in vain.
+    """
+    idle_s = now_s - last_s
+    if idle_s > 0.0:
+        arrivals_per_s = min(arrivals_per_s, 1.0 / idle_s)
+    stays = 1.0
+    if hysteresis is not None:
+        stays = hysteresis.factor(candidate.model, candidate.resident_since_s, now_s)
+    return utility(candidate, arrivals_per_s) * stays, last_s
+
+
 class Iam(ScoredPolicy):
     """The least utility goes first; ties by recency."""
 
@@ -59,31 +84,14 @@ class Iam(ScoredPolicy):
             name: As settings call it.
             hysteresis: What a copy counts for more by having stayed.
         """
-        super().__init__()
+        super().__init__(Hysteresis() if hysteresis is None else hysteresis)
         self.name = name
         self._rates = DecayedRates() if rates is None else rates
-        self._hysteresis = Hysteresis() if hysteresis is None else hysteresis
 
     def note(self, access: Access) -> None:
         super().note(access)
         self._rates.on_access(access)
 
-    def on_insert(self, candidate: EvictionCandidate, now_s: float) -> None:
-        if candidate.subject not in self._resident:
-            self._hysteresis.came(candidate.model, now_s)
-        super().on_insert(candidate, now_s)
-
-    def on_evict(self, subject: str, now_s: float) -> None:
-        candidate = self._resident.get(subject)
-        super().on_evict(subject, now_s)
-        if candidate is not None and candidate.model not in self._by_model:
-            used = self.last_s(candidate) > candidate.resident_since_s
-            self._hysteresis.gone(candidate.model, now_s, used=used)
-
     def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> Priority:
         rate_per_s = self._rates.rate_per_s(candidate.model, now_s)
-        idle_s = now_s - last_s
-        if idle_s > 0.0:
-            rate_per_s = min(rate_per_s, 1.0 / idle_s)
-        stays = self._hysteresis.factor(candidate.model, candidate.resident_since_s, now_s)
-        return utility(candidate, rate_per_s) * stays, last_s
+        return worth(candidate, rate_per_s, last_s, now_s, self._hysteresis)

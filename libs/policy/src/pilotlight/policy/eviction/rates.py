@@ -112,10 +112,14 @@ class DecayedRates:
     )
     """The count, and when it was that."""
     _began_s: float | None = None
+    _seen: tuple[float, float] = (-math.inf, 0.0)
+    """The length that a count sees, and the time for which it was found: many models are scored at
+    one time."""
 
     def on_access(self, access: Access) -> None:
         if self._began_s is None:
             self._began_s = access.at_s
+            self._seen = (-math.inf, 0.0)
         count, at_s = self._known.pop(access.model, (0.0, access.at_s))
         count *= math.exp2((at_s - access.at_s) / self.half_life_s)
         self._known[access.model] = (count + access.count, access.at_s)
@@ -125,7 +129,8 @@ class DecayedRates:
     def rate_per_s(self, model: ModelName, now_s: float) -> float:
         count, at_s = self._known.get(model, (0.0, now_s))
         count *= math.exp2((at_s - now_s) / self.half_life_s)
-        listened_s = 0.0 if self._began_s is None else max(0.0, now_s - self._began_s)
-        mean_life_s = self.half_life_s / math.log(2.0)
-        seen_s = mean_life_s * (1.0 - math.exp(-listened_s / mean_life_s))
-        return (count + self.prior_count) / (seen_s + self.prior_s)
+        if self._seen[0] != now_s:
+            listened_s = 0.0 if self._began_s is None else max(0.0, now_s - self._began_s)
+            mean_life_s = self.half_life_s / math.log(2.0)
+            self._seen = now_s, mean_life_s * (1.0 - math.exp(-listened_s / mean_life_s))
+        return (count + self.prior_count) / (self._seen[1] + self.prior_s)

@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from pilotlight.policy.arrivals import MAX_MODELS, Access
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.heap import LazyHeap, Priority
+from pilotlight.policy.eviction.hysteresis import Hysteresis
 from pilotlight.policy.ids import ModelName
 
 
@@ -27,7 +28,9 @@ class ScoredPolicy(ABC):
     name: str
     renewed_per_access = 0
 
-    def __init__(self) -> None:
+    def __init__(self, hysteresis: Hysteresis | None = None) -> None:
+        """Without copies. ``hysteresis``: told of models that come and go, where scores use it."""
+        self._hysteresis = hysteresis
         self._heap = LazyHeap()
         self._resident: dict[str, EvictionCandidate] = {}
         self._by_model: dict[ModelName, dict[str, None]] = {}
@@ -65,6 +68,8 @@ class ScoredPolicy(ABC):
                 self._in_turn.discard(subject)
 
     def on_insert(self, candidate: EvictionCandidate, now_s: float) -> None:
+        if self._hysteresis is not None and candidate.subject not in self._resident:
+            self._hysteresis.came(candidate.model, now_s)
         if self.renewed_per_access and candidate.subject not in self._in_turn:
             self._in_turn.add(candidate.subject)
             self._turns.append(candidate.subject)
@@ -79,8 +84,12 @@ class ScoredPolicy(ABC):
         self._heap.remove(subject)
         copies = self._by_model[candidate.model]
         del copies[subject]
-        if not copies:
-            del self._by_model[candidate.model]
+        if copies:
+            return
+        del self._by_model[candidate.model]
+        if self._hysteresis is not None:
+            used = self.last_s(candidate) > candidate.resident_since_s
+            self._hysteresis.gone(candidate.model, now_s, used=used)
 
     def ranked(self, now_s: float) -> Generator[str, None, None]:
         def renew(subject: str) -> Priority:

@@ -15,8 +15,8 @@ from pilotlight.policy.cluster import HeldState, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy, Sized
 from pilotlight.policy.eviction.choice import make_policy
 
-DEFAULT = "iam"
-"""The best one in the running system (decision 79)."""
+DEFAULT = "pilotlight"
+"""No worse than ``iam`` where both were compared, and better in sessions (decision 81)."""
 LOADED = frozenset({HeldState.READY, HeldState.DRAINING})
 
 Candidates = Callable[[], Iterable[EvictionCandidate]]
@@ -100,6 +100,19 @@ class TierPolicies:
             if one.tier is Tier.HOST and one.digest not in coming
         }
         self._follow(Tier.HOST, owner, node.pool_bytes, sizes, candidates, now_s)
+
+    def cost_anew(self, tier: Tier, copies: Iterable[EvictionCandidate], now_s: float) -> None:
+        """What it costs to bring copies back is known better than when they came.
+
+        Args:
+            tier: Of the copies.
+            copies: Those that were not reported before are left out.
+            now_s: On the clock of the accesses.
+        """
+        of = self._tiers[tier]
+        for candidate in copies:
+            if candidate.subject in of.copies:
+                of.policy.on_insert(candidate, now_s)
 
     def _follow(
         self,

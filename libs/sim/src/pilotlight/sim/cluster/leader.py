@@ -41,6 +41,7 @@ from pilotlight.policy.model import Model
 from pilotlight.policy.multicast import chains_of
 from pilotlight.policy.placement import Candidate, eviction_plan
 from pilotlight.policy.plan import Instance, InstanceState, Placement
+from pilotlight.sim.cluster.evictions import Evictions
 from pilotlight.sim.cluster.parts import Parts
 from pilotlight.sim.cluster.workers import EPOCH
 
@@ -67,6 +68,7 @@ class Leader:
     rules: ControlRules
     models: Mapping[ModelName, Model]
     timings: Timings
+    evictions: Evictions
     books: Books = field(default_factory=Books)
     memory: Memory = field(default_factory=Memory)
     log: "list[Decided] | None" = None
@@ -114,6 +116,9 @@ class Leader:
             found = (parts.workers[worker_id] for worker_id in sorted(workers))
             heard = {one.worker_id: one.view(one.host.node_id) for one in found}
             self._views = {**self._views, **heard}
+            self.evictions.hear_workers(
+                heard, self._nodes, self.books, self._windows.recent(), now_s
+            )
         if nodes:
             reports = {node_id: parts.hosts[node_id].facts() for node_id in sorted(nodes)}
             self._nodes = {**self._nodes, **reports}
@@ -125,7 +130,8 @@ class Leader:
                 number=str(self._counters.life),
                 age_s=self._counters.age_s(now_s),
             )
-            self._windows.hear(life, self._counters.tell(now_s), now_s, now_s)
+            told = self._counters.tell(now_s)
+            self.evictions.hear_arrivals(self._windows.hear(life, told, now_s, now_s))
         demand = parts.gateway.demand(now_s)
         refused, self._refused = tuple(self._refused), []
         started, self._started = tuple(self._started), []
@@ -265,7 +271,7 @@ class Leader:
             candidate = Candidate(
                 worker=facts, node=node, free_bytes=worker.free_bytes, evictable_bytes=0
             )
-            rules = self.rules.scheme.placement
+            rules = replace(self.rules.scheme.placement, policy=self.evictions.policy)
             stage = order.model.spec.whole if _holds_all(order, placement) else placement.stage
             plan = eviction_plan(order.model, stage, candidate, seen, rules)
             victims = [InstanceId(one.subject) for one in plan.victims]

@@ -3,19 +3,24 @@
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pilotlight.policy.coldstart.chosen import ChoiceRules
 from pilotlight.policy.coldstart.servers import StartRules
 from pilotlight.policy.control.plan import ControlRules
 from pilotlight.policy.control.reconcile import ReconcileRules
+from pilotlight.policy.drain import DrainRules
+from pilotlight.policy.eviction.choice import expected_policy
 from pilotlight.policy.parallelism import SchemeRules
+from pilotlight.policy.placement import PlacementRules
 from pilotlight.policy.scaling import ScalingRules
+from pilotlight.policy.turns import TurnRules
 from pilotlight.sim.cluster.arrivals import requests_of
-from pilotlight.sim.cluster.build import catalogue_of, timings_of
+from pilotlight.sim.cluster.build import Catalogue, catalogue_of, timings_of
 from pilotlight.sim.cluster.engine import Request
 from pilotlight.sim.cluster.events import Events
+from pilotlight.sim.cluster.evictions import Evictions
 from pilotlight.sim.cluster.failures import Failures
 from pilotlight.sim.cluster.leader import LONG_AGO_S, Leader
 from pilotlight.sim.cluster.parts import Parts
@@ -47,6 +52,10 @@ class Simulation:
     contender: Contender
     seed: int
     progress: Progress = lambda _: None
+    catalogue: Catalogue | None = None
+    """Models in the place of those that the scenario draws; they have its applications' names."""
+    asked: Iterable[Request] | None = None
+    """Requests in the place of those that the scenario draws, in order of time."""
     events: Events = field(default_factory=Events)
     tally: Tally = field(init=False)
     leader: Leader = field(init=False)
@@ -61,9 +70,10 @@ class Simulation:
     _looks: int = 0
 
     def __post_init__(self) -> None:
-        catalogue = catalogue_of(self.scenario)
+        catalogue = self.catalogue or catalogue_of(self.scenario)
         self.tally = Tally(self.scenario, catalogue)
-        self.requests = requests_of(self.scenario, self.seed)
+        drawn = requests_of(self.scenario, self.seed) if self.asked is None else self.asked
+        self.requests = iter(drawn)
         self.parts = Parts(
             scenario=self.scenario,
             contender=self.contender,
@@ -85,6 +95,7 @@ class Simulation:
             rules=rules,
             models=catalogue.models,
             timings=timings_of(self.scenario, self.contender, catalogue),
+            evictions=Evictions(self.contender.eviction, catalogue.models),
         )
 
     def run(self) -> Result:
@@ -167,12 +178,15 @@ def rules_of(scenario: Scenario, contender: Contender) -> ControlRules:
             ),
             bare=not contender.warm,
         )
+    placement = PlacementRules(policy=expected_policy(contender.eviction))
     return ControlRules(
         reconcile=ReconcileRules(
             term_started_s=LONG_AGO_S,
             hold_deadline_s=math.inf if lossless else HOLD_DEADLINE_S,
         ),
         scaling=ScalingRules(instance_requests=scenario.max_batch),
-        scheme=SchemeRules(choice=choice),
+        scheme=SchemeRules(placement=placement, choice=choice),
+        drain=DrainRules(placement=placement),
+        turns=TurnRules(placement=placement),
         repeat_s=math.inf if lossless else REPEAT_S,
     )

@@ -150,6 +150,8 @@ class Contender:
     """Fetches run beside the rest of a start. Else they begin when the worker is up."""
     streamed: bool = True
     """Loads run beside fetches."""
+    eviction: str = "lru"
+    """What goes of devices for room; a name of ``eviction.choice``."""
 
 
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
