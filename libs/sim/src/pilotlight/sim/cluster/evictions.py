@@ -45,7 +45,15 @@ class Evictions:
         arrivals: RecentArrivals,
         now_s: float,
     ) -> None:
-        """Take what some workers report."""
+        """Take what some workers report.
+
+        Args:
+            views: those workers.
+            nodes: all nodes; a worker's may be unknown.
+            books: the instances there are.
+            arrivals: when models were asked for.
+            now_s: the cluster's time.
+        """
         for worker_id, view in views.items():
             facts = view.facts
             self._policies.hear_worker(
