@@ -164,6 +164,15 @@ def test_rates_of_devices() -> None:
     assert timings.load_bytes_per_s(NODE, CUDA, 7.0) == 30.0
 
 
+def test_a_device_reads_its_memory_no_slower_than_it_was_ever_filled() -> None:
+    """A start that loads beside other work fills it slowly: prompts do not take longer by that."""
+    slow = Timings().learned([replace(SAMPLE, load_bytes_per_s=1.0)])
+    assert slow.load_bytes_per_s(NODE, CUDA, 50.0) == 1.0
+    assert slow.memory_bytes_per_s(NODE, CUDA, 50.0) == 50.0
+    fast = Timings().learned([replace(SAMPLE, load_bytes_per_s=90.0)])
+    assert fast.memory_bytes_per_s(NODE, CUDA, 50.0) == 90.0
+
+
 def test_hops_by_pair_whichever_way() -> None:
     assert Timings().hop_s(NODE, OTHER) == HOP_S
     timings = Timings().learned(hops=[HopSample(first=OTHER, second=NODE, hop_s=0.2)])

@@ -184,7 +184,7 @@ async def test_what_was_learned_of_steps_is_written_now_and_then() -> None:
     assert len(starts.repository.rows) == 1, "nothing is new"
 
 
-def a_record(clock: ManualClock, **phases: float) -> ColdStart:
+def a_record(clock: ManualClock, prompt_tokens: int = 100, **phases: float) -> ColdStart:
     now_s, offset_s = clock.monotonic_s(), wall_offset_s(clock)
     made = tuple(
         Phase(
@@ -193,7 +193,7 @@ def a_record(clock: ManualClock, **phases: float) -> ColdStart:
             end_s=now_s + took_s,
             wall_offset_s=offset_s,
             process="worker",
-            tokens=100 if name == "prefill" else 0,
+            tokens=prompt_tokens if name == "prefill" else 0,
         )
         for name, took_s in phases.items()
     )
@@ -227,6 +227,19 @@ def test_a_start_teaches_init_or_the_restore_and_the_length_of_its_prompt() -> N
     restored = shown_by(restore=0.1)
     assert (restored.init_s, restored.restore_s) == (None, pytest.approx(0.1))
     assert shown_by(load=0.1).init_s is None
+
+
+def test_a_short_prompt_does_not_say_how_fast_a_device_computes() -> None:
+    """Most of its time is a step's. Taken for a rate, all others would seem to be late."""
+    clock, place = ManualClock(), record(ONE, "n0").instance.placements[0]
+    rates: list[float | None] = []
+    for tokens in (5, 512, 0):  # The last is of a worker that does not say: a usual one.
+        sample = sample_of(a_record(clock, tokens, prefill=0.05), MODEL, DeviceKind.CPU)
+        assert sample is not None
+        rates.append(stage_sample_of(sample, place, MODEL).operations_per_s)
+    short, long, usual = rates
+    assert short is None
+    assert long == usual is not None
 
 
 async def test_a_decision_shows_the_time_of_a_token_beside_its_prediction() -> None:

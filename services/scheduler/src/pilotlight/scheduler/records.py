@@ -15,7 +15,11 @@ from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.coldstart.decayed import Point
 from pilotlight.policy.coldstart.facts import Usual
-from pilotlight.policy.coldstart.timings import StageSample, prompt_operations
+from pilotlight.policy.coldstart.timings import (
+    LONG_PROMPT_TOKENS,
+    StageSample,
+    prompt_operations,
+)
 from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of
 from pilotlight.policy.estimates import ColdStartSample
 from pilotlight.policy.ids import DecisionId, Epoch, InstanceId, ModelName
@@ -187,7 +191,7 @@ def stage_sample_of(sample: ColdStartSample, placement: Placement, model: Model)
         fetch_bytes_per_s=sample.fetch_bytes_per_s if fetched_all else None,
         prefill=Point(tokens, sample.prefill_s) if sample.prefill_s else None,
         operations_per_s=prompt_operations(model, tokens) / sample.prefill_s
-        if sample.prefill_s
+        if sample.prefill_s and tokens >= LONG_PROMPT_TOKENS
         else None,
         overhead_s=sample.overhead_s,
     )

@@ -69,6 +69,11 @@ OPERATIONS_PER_BYTE: Mapping[DeviceKind, float] = {
 }
 """Operations of a long prompt in the time in which the device reads one byte of its memory."""
 
+LONG_PROMPT_TOKENS = 128
+"""From here on a prompt shows how fast a device computes; a shorter one what a step takes anyway, of
+which a rate would say that long prompts take for ever.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
@@ -220,13 +225,13 @@ class Timings:
 
     def memory_bytes_per_s(self, node_id: NodeId, kind: DeviceKind, reported: float) -> float:
         """What a device reads of its own memory; without a probe what it is filled with, which is
-        less.
+        less: the most that is known of that, since starts fill it beside other work.
         """
         here, anywhere = self._of_device(node_id, kind)
         for probe in (here.probe, anywhere.probe):
             if probe is not None and probe.memory_bytes_per_s > 0:
                 return probe.memory_bytes_per_s
-        return self.load_bytes_per_s(node_id, kind, reported)
+        return max(reported, self.load_bytes_per_s(node_id, kind, reported))
 
     def fetch_bytes_per_s(self, node_id: NodeId, source: str, link_bytes_per_s: float) -> float:
         """b: what a node gets of a source when it fetches alone.
