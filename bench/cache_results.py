@@ -1,7 +1,7 @@
 """bench/results/cache.json of the lines of ``cache.py``: ``cache_results.py LINES COMMIT LOAD``.
 
-``cache_results.py LINES COMMIT LOAD POLICY`` renews one policy in what is recorded: simulated figures
-of the others do not hang on it. Such measurements say so in ``renewed``.
+``cache_results.py LINES COMMIT LOAD POLICY`` renews one policy in what is recorded: simulated
+figures of the others do not hang on it. Such measurements say so in ``renewed``.
 
 LINES is what one run has printed, or several together; COMMIT the commit that they ran at; LOAD
 what else the machine did: simulated figures do not depend on it, those of an access do. Of each

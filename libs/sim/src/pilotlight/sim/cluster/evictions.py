@@ -45,7 +45,15 @@ class Evictions:
         arrivals: RecentArrivals,
         now_s: float,
     ) -> None:
-        """Take what some workers report."""
+        """Take what some workers report.
+
+        Args:
+            views: Of workers whose reports have changed.
+            nodes: All nodes.
+            books: All instances.
+            arrivals: As they are known now.
+            now_s: On the clock of the arrivals.
+        """
         for worker_id, view in views.items():
             facts = view.facts
             self._policies.hear_worker(
