@@ -91,5 +91,5 @@ class Measures:
 
     def attained(self) -> dict[str, Attained]:
         """Who kept the SLO since this was asked last, by model."""
-        counted, self._attained = self._attained, defaultdict(Attained)
+        counted, self._attained = self._attained, defaultdict[str, Attained](Attained)
         return counted
