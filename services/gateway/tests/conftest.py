@@ -85,6 +85,7 @@ class World:
     metrics: CollectorRegistry
     usage: NotedUsage
     limiter: Limiter
+    measures: Measures
     budgets: KnownBudgets
     responses: KeptResponses
     batches: Batches
@@ -302,6 +303,7 @@ def _world(
         metrics=context.metrics,
         usage=usage,
         limiter=limiter,
+        measures=measures,
         budgets=budgets,
         responses=responses,
         batches=batches,

@@ -43,6 +43,7 @@ from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.openai.names import NamedModels
 from pilotlight.gateway.openai.prompt import PromptEncoder
 from pilotlight.gateway.presence import Presence
+from pilotlight.gateway.records.attainment import Attainment
 from pilotlight.gateway.records.audit import AuditLog
 from pilotlight.gateway.records.display import DecisionReader, Display
 from pilotlight.gateway.records.idle_times import IdleTimes
@@ -213,14 +214,10 @@ def build_server(
         ui: the dashboard, likewise.
     """
     settings = context.settings
-
-    def not_ready() -> str | None:
-        return unready(server, context)
-
     pages = Pages(
         metrics=context.metrics,
         run_dir=settings.run_dir,
-        not_ready=not_ready,
+        not_ready=lambda: unready(server, context),
         metrics_dir=settings.metrics_dir,
     )
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
@@ -270,6 +267,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
     budgets = BudgetBook(database, clock, background)
     limiter = Limiter(clock, budgets, serving.gateway_id)
     measures = Measures(context.metrics, serving.queue, serving.relay)
+    attainment = Attainment(database, clock, background, serving.gateway_id, measures.attained)
     exchanges = ExchangeParts(
         requests=serving.requests,
         starts=serving.starts,
@@ -381,6 +379,7 @@ async def build(context: Context[GatewaySettings]) -> Application:
         usage,
         start_costs,
         idle_times,
+        attainment,
         budgets,
         LimitExchange(context.bus, clock, background, limiter, serving.gateway_id),
         audit,

@@ -1,4 +1,6 @@
-"""Tables of what devices' time went to, beside requests: cold starts, and models that are warm."""
+"""Tables of what devices' time went to, beside requests: cold starts, and models that are warm; and
+of what the requests had of it.
+"""
 
 from sqlalchemy import Column, DateTime, Double, Table
 
@@ -41,3 +43,17 @@ idle_times = Table(
 )
 """What stages had of devices that nobody used, from their load on, as of an hour: ``at`` is when
 the hour begins. What belongs to it is what it has more than the row before it."""
+
+attainment = Table(
+    "attainment",
+    metadata,
+    key("gateway_id"),
+    key("model"),
+    Column("at", DateTime(timezone=True), primary_key=True, index=True),
+    count("first_tokens"),
+    count("first_tokens_met"),
+    count("answers"),
+    count("answers_met"),
+    schema="gateway",
+)
+"""How many requests of one gateway kept their model's SLO within a minute, which begins at ``at``."""

@@ -29,6 +29,7 @@ from pilotlight.common.db.artifact_tables import builds as builds
 from pilotlight.common.db.artifact_tables import profiles as profiles
 from pilotlight.common.db.artifact_tables import wants as wants
 from pilotlight.common.db.columns import count, json, key, metadata, row_id, seconds, text, time
+from pilotlight.common.db.device_tables import attainment as attainment
 from pilotlight.common.db.device_tables import idle_times as idle_times
 from pilotlight.common.db.device_tables import start_costs as start_costs
 from pilotlight.common.db.device_tables import start_holds as start_holds

@@ -212,7 +212,7 @@ def emptied(url: URL) -> None:
         connection.execute(
             text(
                 "TRUNCATE gateway.models, gateway.api_keys, gateway.usage, gateway.spans, gateway.audit, gateway.drains, gateway.outbox, "
-                "gateway.start_costs, gateway.start_holds, gateway.idle_times"
+                "gateway.start_costs, gateway.start_holds, gateway.idle_times, gateway.attainment"
             )
         )
     engine.dispose()

@@ -256,6 +256,12 @@ class Exchange:
             first_token_s,
             held=held,
         )
+        tokens = usage.completion_tokens - len(self._choices)
+        if status == "ok" and first_token_s is not None and tokens > 0:
+            # Of several choices, which run side by side, the mean of all.
+            token_s = (elapsed_s - first_token_s) * len(self._choices) / tokens
+            met = 1000 * token_s <= request.model.slo.tpot_ms
+            self._parts.measures.answer(request.model.name, met=met)
         log_request(
             "request done",
             "request_done",

@@ -2,11 +2,22 @@
 by the minute, evictions, and the trace of a request.
 """
 
+from collections import defaultdict
 from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import case, desc, func, literal_column, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Table,
+    case,
+    desc,
+    func,
+    literal_column,
+    select,
+    tuple_,
+)
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -39,6 +50,13 @@ class MinuteRow(msgspec.Struct, frozen=True, kw_only=True):
     """Of them, those that ended with an error; clients that left are not counted."""
     prompt_tokens: int
     output_tokens: int
+    first_tokens: int
+    """First tokens that were noted within the minute; requests whose end is another minute's, too."""
+    first_tokens_met: int
+    """Of them, those within the model's TTFT."""
+    answers: int
+    """Likewise, of answers."""
+    answers_met: int
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,36 +103,32 @@ class RecentReader:
             return [StartRow(**row) for row in rows]
 
     async def minutes(self, model: str | None, minutes: int) -> list[MinuteRow]:
-        """Finished requests of the last minutes, by minute, the oldest first; minutes in which none
-        ended are left out.
+        """Finished requests of the last minutes, by minute, the oldest first; minutes in which
+        nothing was noted are left out.
 
         Raises:
             DatabaseUnavailable: they cannot be read.
         """
-        table = tables.usage
-        minute = func.date_trunc("minute", table.c.at)
-        failed = table.c.status.not_in(("ok", "cancelled"))
-        wanted = [table.c.at >= self._clock.wall() - timedelta(minutes=minutes)]
-        if model is not None:
-            wanted.append(table.c.model == model)
-        statement = (
-            select(
-                minute.label("at"),
-                func.count().label("requests"),
-                func.sum(case((failed, 1), else_=0)).label("failed"),
-                func.sum(table.c.prompt_tokens).label("prompt_tokens"),
-                func.sum(table.c.output_tokens).label("output_tokens"),
-            )
-            .where(*wanted)
-            .group_by(literal_column("1"))
-            .order_by(literal_column("1"))
+        since = self._clock.wall() - timedelta(minutes=minutes)
+        failed = tables.usage.c.status.not_in(("ok", "cancelled"))
+        usage = _by_minute(
+            tables.usage,
+            since,
+            model,
+            requests=func.count(),
+            failed=func.sum(case((failed, 1), else_=0)),
+            prompt_tokens=func.sum(tables.usage.c.prompt_tokens),
+            output_tokens=func.sum(tables.usage.c.output_tokens),
         )
+        counts = {name: func.sum(tables.attainment.c[name]) for name in _ATTAINED}
+        attained = _by_minute(tables.attainment, since, model, **counts)
+        found = defaultdict[datetime, dict[str, int]](lambda: dict.fromkeys(_COUNTS, 0))
         async with self._database.reading() as connection:
-            rows = (await connection.execute(statement)).mappings()
-            return [
-                MinuteRow(at=row["at"], **{name: int(row[name]) for name in _COUNTS})
-                for row in rows
-            ]
+            for statement in (usage, attained):
+                for row in (await connection.execute(statement)).mappings():
+                    values = {name: int(value) for name, value in row.items() if name != "at"}
+                    found[row["at"]].update(values)
+        return [MinuteRow(at=at, **found[at]) for at in sorted(found)]
 
     async def evictions(
         self, limit: int, before_id: int | None, model: str | None = None
@@ -209,4 +223,15 @@ class RecentReader:
             return (await connection.execute(statement)).scalar_one_or_none()
 
 
-_COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens")
+def _by_minute(
+    table: Table, since: datetime, model: str | None, **sums: ColumnElement[int]
+) -> Select[Any]:
+    """Sums of a table's rows for each minute."""
+    wanted = [table.c.at >= since] + ([table.c.model == model] if model is not None else [])
+    named = [value.label(name) for name, value in sums.items()]
+    minute = func.date_trunc("minute", table.c.at).label("at")
+    return select(minute, *named).where(*wanted).group_by(literal_column("1"))
+
+
+_ATTAINED = ("first_tokens", "first_tokens_met", "answers", "answers_met")
+_COUNTS = ("requests", "failed", "prompt_tokens", "output_tokens", *_ATTAINED)

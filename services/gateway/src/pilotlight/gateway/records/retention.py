@@ -19,7 +19,7 @@ def retention(settings: GatewaySettings) -> tuple[Keep, ...]:
         Keep(at=tables.usage.c.at, days=settings.usage_keep_days, max_rows=settings.usage_max_rows),
         *(
             Keep(at=of.c.at, days=settings.usage_keep_days)
-            for of in (tables.start_costs, tables.start_holds, tables.idle_times)
+            for of in (tables.start_costs, tables.start_holds, tables.idle_times, tables.attainment)
         ),
         Keep(at=audit.c.at, days=settings.audit_keep_days, only=~refused),
         # Apart, so that no number of refused attempts drives out what was done.

@@ -1,10 +1,12 @@
 """What the gateway counts of requests, for Prometheus."""
 
+from collections import defaultdict
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from pilotlight.common.tallies import Tally
+from pilotlight.gateway.schema.attained import Attained
 from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
 
@@ -38,6 +40,7 @@ class Measures:
             ["model", "met"],
             registry,
         )
+        self._attained = defaultdict[str, Attained](Attained)
         held = Gauge(
             "pilotlight_held_requests", "Requests that wait for an instance.", registry=registry
         )
@@ -76,3 +79,17 @@ class Measures:
     def first_token(self, model: str, *, met: bool) -> None:
         """Count a first token, which came in time or did not."""
         self._first_tokens.add(model, "true" if met else "false")
+        counts = self._attained[model]
+        counts.first_tokens += 1
+        counts.first_tokens_met += met
+
+    def answer(self, model: str, *, met: bool) -> None:
+        """Count an answer, whose tokens came in time or did not."""
+        counts = self._attained[model]
+        counts.answers += 1
+        counts.answers_met += met
+
+    def attained(self) -> dict[str, Attained]:
+        """Who kept the SLO since this was asked last, by model."""
+        counted, self._attained = self._attained, defaultdict[str, Attained](Attained)
+        return counted

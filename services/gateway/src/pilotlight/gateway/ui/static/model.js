@@ -15,17 +15,17 @@ function clock(_, marks) {
   return marks.map((mark) => new Date(1000 * mark).toLocaleString("en-GB", shown));
 }
 
-function options(holder, at, series, format) {
+function options(holder, at, series, format, top) {
   const axis = { stroke: colour("--dim"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line-strong") } };
-  return { width: holder.clientWidth, height: 210, series: [{ value: (_, at) => (at ? new Date(1000 * at).toLocaleString("en-GB") : "–") }, ...series], legend: { live: true }, axes: [{ ...axis, values: clock }, { ...axis, size: 64, incrs: [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], values: (_, values) => values.map(format) }], scales: { x: { range: [at[0], at.at(-1)] }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } } };
+  return { width: holder.clientWidth, height: 210, series: [{ value: (_, at) => (at ? new Date(1000 * at).toLocaleString("en-GB") : "–") }, ...series], legend: { live: true }, axes: [{ ...axis, values: clock }, { ...axis, size: 64, incrs: [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], values: (_, values) => values.map(format) }], scales: { x: { range: [at[0], at.at(-1)] }, y: { range: (_, low, high) => (top ? [0, top] : [Math.min(0, low), high > 0 ? high * 1.1 : 1]) } } };
 }
 
-function plot(holder, data, series, format) {
+function plot(holder, data, series, format, top) {
   plots.get(holder)?.destroy();
   plots.delete(holder);
   if (data[0].length === 0) { holder.replaceChildren(element("p", { class: "empty" }, holder.dataset.empty)); return; }
   holder.replaceChildren();
-  plots.set(holder, new uPlot(options(holder, data[0], series, format), data, holder));
+  plots.set(holder, new uPlot(options(holder, data[0], series, format, top), data, holder));
 }
 
 async function activity(holder) {
@@ -38,6 +38,13 @@ async function activity(holder) {
     { label: "requests", stroke: colour("--c1"), fill: `${colour("--c1")}33`, width: 1.5, points: { show: false } },
     { label: "failed", stroke: colour("--deliver"), width: 1.5, points: { show: false } },
   ], (value) => (Number.isInteger(value) ? value : ""));
+  const share = (met, of) => at.map((time) => { const row = found.get(time); return row?.[of] ? (100 * row[met]) / row[of] : null; });
+  const percent = (_, value) => (value === null ? "–" : `${Math.round(value)} %`);
+  const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, spanGaps: true, points: { show: true, size: 5 }, value: percent });
+  const counted = minutes.some((row) => row.first_tokens);
+  plot(document.getElementById("attainment"), [counted ? at : [], share("first_tokens_met", "first_tokens"), share("answers_met", "answers")], [
+    line("first token in time", "--c2"), line("tokens in time", "--c1"),
+  ], (value) => (value <= 100 ? `${value} %` : ""), 105);
 }
 
 async function firstTokens(holder) {
