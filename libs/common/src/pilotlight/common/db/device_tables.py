@@ -56,4 +56,6 @@ attainment = Table(
     count("answers_met"),
     schema="gateway",
 )
-"""How many requests of one gateway kept their model's SLO within a minute, which begins at ``at``."""
+"""How many requests of one gateway kept their model's SLO within a minute, which begins at
+``at``.
+"""

@@ -1,8 +1,8 @@
 """How many requests kept their model's SLO, by minute, in the database.
 
 Requests only count. Every ten seconds what was counted goes to the minute in which it is looked at,
-and the whole minute is written under this gateway's name: a row that is written twice says the same,
-so a try whose answer was lost does no harm.
+and the whole minute is written under this gateway's name: a row that is written twice says the
+same, so a try whose answer was lost does no harm.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ class MinuteRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     first_tokens: int
-    """First tokens that were noted within the minute; requests whose end is another minute's, too."""
+    """First tokens that were noted within the minute, also of requests that end in another."""
     first_tokens_met: int
     """Of them, those within the model's TTFT."""
     answers: int
