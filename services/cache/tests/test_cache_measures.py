@@ -99,7 +99,7 @@ def shown_orders(registry: CollectorRegistry) -> dict[Order, float | None]:
 
 def test_the_order_that_ours_follows_is_shown_and_another_one_logged() -> None:
     """In sessions recency is cheaper than what a model is worth for long."""
-    books, registry = Books(), CollectorRegistry()
+    books, registry = Books(policies=TierPolicies("pilotlight")), CollectorRegistry()
     policy = books.policies.of(Tier.DEVICE)
     assert isinstance(policy, Forecast)
     policy.resize(10)
