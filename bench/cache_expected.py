@@ -1,7 +1,7 @@
 """What ``cache_real.py`` expects of a policy: its trace on the simulated cluster.
 
 The simulator runs the scheduler's own tick and the eviction policies, told as the cache tells them:
-arrivals once a second, a minimum residency, service that is owed, loads that take time, several
+arrivals as gateways do, a minimum residency, service that is owed, loads that take time, several
 requests that wait for one of them, and room that is granted to instances as on the real device.
 Models are the demo model as its checkpoint says, so grants are those of the real system.
 """

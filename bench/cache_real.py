@@ -16,7 +16,8 @@ do. The exit status is 1 where one does not, or where a request failed.
 
 400 requests in 200 s over a Zipf law of 1.8 were chosen by LRU's loads in the timeless cache
 alone, before other policies were looked at: with 0.6 s for each the device loads for 0.3 of the
-time. ``loading_share`` says what it was.
+time. ``loading_share`` says what it was, ``reloads_of`` which models came again, and
+``orders_followed`` by which orders ours evicted after that of ``iam``, with which it begins.
 
 It says something on a machine that does nothing else: waiting requests share a load, so a busy one
 evens policies out. ``load_before`` is the load average as each system began.
@@ -160,11 +161,18 @@ async def served(home: Home, policy: str, trial: Trial) -> dict[str, Any]:
         )
     reloads = sum(loads.values()) - len(loads)
     loaded_s = loading_s(events(home.logs, "scheduler"))
+    followed = [
+        event["order"]
+        for event in events(home.logs, "cache")
+        if event.get("action") == "order_followed" and event["tier"] == "device"
+    ]
     return {
         "requests": trial.requests,
         "errors": dict(tally.errors),
         "took_s": round(took_s, 1),
         "reloads": reloads,
+        "reloads_of": {str(name): loads[name] - 1 for name in trial.names() if loads[name]},
+        "orders_followed": followed,
         "reloads_per_hour": round(3600.0 * reloads / took_s),
         "loading_share": round(loaded_s / took_s, 3),
         "mean_load_s": round(loaded_s / max(1, sum(loads.values())), 3),

@@ -2,15 +2,18 @@
 
 import ast
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import pilotlight.sim.cluster.leader as leader_module
+from pilotlight.policy.arrivals import Access
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.instance import ENDED, SERVING
 from pilotlight.sim.cluster.build import catalogue_of
 from pilotlight.sim.cluster.engine import Request
+from pilotlight.sim.cluster.evictions import Evictions
 from pilotlight.sim.cluster.results import Result
 from pilotlight.sim.cluster.run import Simulation
 from pilotlight.sim.cluster.scenario import (
@@ -165,6 +168,27 @@ def test_a_cluster_evicts_by_the_policy_of_its_contender() -> None:
     }
     assert starts["lru"] == 4
     assert starts["iam"] == starts["pilotlight"] > 12
+
+
+def test_a_cluster_tells_of_arrivals_as_gateways_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at once, whether it starts something or not; what comes sooner than the next message may
+    be sent goes together.
+    """
+    told: list[Access] = []
+    hear = Evictions.hear_arrivals
+
+    def heard(evictions: Evictions, accesses: Iterable[Access]) -> None:
+        told.extend(listed := tuple(accesses))
+        hear(evictions, listed)
+
+    monkeypatch.setattr(Evictions, "hear_arrivals", heard)
+    model = next(iter(catalogue_of(_short()).models))
+    times = (10.0, 10.2, 10.21, 10.22, 30.0, 30.15)
+    _starts(_short(), "pilotlight", [Request(model, at_s, 10, 2) for at_s in times])
+    assert [(one.at_s, one.count) for one in told] == [
+        (pytest.approx(at_s), count)
+        for at_s, count in ((10.0, 1), (10.2, 1), (10.22, 2), (30.0, 1), (30.15, 1))
+    ]
 
 
 def _starts(scenario: Scenario, policy: str, asked: list[Request]) -> int:

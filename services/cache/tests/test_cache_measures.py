@@ -1,9 +1,12 @@
 """What the cache counts: where requests found their models, what went, what others would have."""
 
+import random
 from dataclasses import replace
 
 import pytest
+from evicted_copies import SmallCache
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from pilotlight.cache.books import Books
 from pilotlight.cache.measures import CacheMeasures
@@ -12,7 +15,9 @@ from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import Tier
 from pilotlight.policy.eviction.base import Victim
 from pilotlight.policy.eviction.candidates import registered
+from pilotlight.policy.eviction.forecast import Forecast, Order
 from pilotlight.policy.eviction.shadows import RIVALS
+from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.testing import NOW_S, copy, held, model, node, worker
 
@@ -82,3 +87,43 @@ def test_every_rival_has_a_shadow() -> None:
         assert rig.figure("shadow_requests", policy=policy) == 2
         assert rig.figure("shadow_hits", policy=policy) == 1
         assert rig.figure("shadow_load_seconds", policy=policy) == pytest.approx(0.66)
+
+
+def shown_orders(registry: CollectorRegistry) -> dict[Order, float | None]:
+    name = "pilotlight_cache_order_followed"
+    return {
+        order: registry.get_sample_value(name, {"tier": "device", "order": order.value})
+        for order in Order
+    }
+
+
+def test_the_order_that_ours_follows_is_shown_and_another_one_logged() -> None:
+    """In sessions recency is cheaper than what a model is worth for long."""
+    books, registry = Books(policies=TierPolicies("pilotlight")), CollectorRegistry()
+    policy = books.policies.of(Tier.DEVICE)
+    assert isinstance(policy, Forecast)
+    policy.resize(10)
+    measures, cache = CacheMeasures(books, registry), SmallCache(policy, 10)
+    measures.follow()
+    assert shown_orders(registry) == {order: order is Order.IMPORTANCE for order in Order}
+    sessions = (random.Random(number).sample(range(200), 8) * 3 for number in range(200))
+    while policy.order is Order.IMPORTANCE:
+        for number in next(sessions):
+            cache.ask(f"m{number}")
+    with capture_logs() as logs:
+        measures.follow()
+        measures.follow()
+    assert shown_orders(registry) == {order: order is policy.order for order in Order}
+    (said,) = logs
+    assert (said["action"], said["tier"]) == ("order_followed", "device")
+    assert said["costs_s"][policy.order] < said["costs_s"][Order.IMPORTANCE]
+    cost_s = registry.get_sample_value(
+        "pilotlight_cache_order_cost_seconds", {"tier": "device", "order": policy.order.value}
+    )
+    assert cost_s == policy.costs_s[policy.order]
+
+
+def test_a_policy_with_one_order_shows_none() -> None:
+    registry = CollectorRegistry()
+    CacheMeasures(Books(policies=TierPolicies("iam")), registry).follow()
+    assert set(shown_orders(registry).values()) == {None}

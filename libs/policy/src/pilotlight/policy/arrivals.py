@@ -29,6 +29,8 @@ MAX_MODELS = 65_536
 """Models that a gateway counts, and a listener remembers."""
 MAX_LIVES = 4096
 """Lives of gateways that a listener remembers."""
+GATHER_S = 0.1
+"""The shortest time between two messages of a gateway: what changes meanwhile travels together."""
 MAX_TOLD = 2_000
 """Models in one message: 400 KB at most, and a few milliseconds of its listener's time."""
 REPEATED = 500

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from pilotlight.cache.books import Books
@@ -16,10 +17,13 @@ from pilotlight.policy.cluster import Tier
 from pilotlight.policy.cost import stage_cost, stage_room
 from pilotlight.policy.estimates import estimate_among_others
 from pilotlight.policy.eviction.base import EvictionCandidate, Victim
+from pilotlight.policy.eviction.forecast import Forecast, Order
 from pilotlight.policy.eviction.shadows import Shadow, Shadows
 from pilotlight.policy.ids import ModelName, NodeId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Estimates
+
+log = structlog.get_logger()
 
 NOWHERE = "none"
 FIRST_FOUND = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -103,6 +107,7 @@ class CacheMeasures:
             asked.labels(policy).set_function(partial(_figure, shadow, "requests"))
             hits.labels(policy).set_function(partial(_figure, shadow, "hits"))
             load_s.labels(policy).set_function(partial(_figure, shadow, "load_s"))
+        self._orders = FollowedOrders(books, registry)
 
     def heard(self, accesses: Iterable[Access]) -> None:
         """Requests were told of."""
@@ -137,7 +142,8 @@ class CacheMeasures:
         self._thrash.inc()
 
     def follow(self) -> None:
-        """Take the capacity of all devices that report."""
+        """Take the capacity of all devices that report, and the orders that are followed."""
+        self._orders.follow()
         capacity_bytes = sum(
             view.facts.device.memory_bytes for view in self._books.roster.workers.values()
         )
@@ -164,6 +170,61 @@ class CacheMeasures:
             found = self._costs[model.name] = (cost.fetch_s, cost.load_s)
             return found
         return 0.0, 0.0
+
+
+class FollowedOrders:
+    """Which of its orders the policy ``pilotlight`` follows, and what it knows of each. Other
+    policies have one order, and show nothing.
+    """
+
+    def __init__(self, books: Books, registry: CollectorRegistry) -> None:
+        """``books``: with a policy for each tier; ``registry``: gets the metrics."""
+        followed = Gauge(
+            "pilotlight_cache_order_followed",
+            "1 for the order by which a tier's copies are evicted now, 0 for the others",
+            ["tier", "order"],
+            registry=registry,
+        )
+        cost_s = Gauge(
+            "pilotlight_cache_order_cost_seconds",
+            "Seconds of loads that the order would have cost lately",
+            ["tier", "order"],
+            registry=registry,
+        )
+        self._policies = {
+            tier: policy
+            for tier, policy in books.policies.each.items()
+            if isinstance(policy, Forecast)
+        }
+        self._last = {tier: policy.order for tier, policy in self._policies.items()}
+        for tier, policy in self._policies.items():
+            for order in Order:
+                followed.labels(tier.value, order.value).set_function(
+                    partial(_is_followed, policy, order)
+                )
+                cost_s.labels(tier.value, order.value).set_function(partial(_cost_s, policy, order))
+
+    def follow(self) -> None:
+        """Log where another order is followed than when this was called last."""
+        for tier, policy in self._policies.items():
+            if policy.order is self._last[tier]:
+                continue
+            self._last[tier] = policy.order
+            log.info(
+                "another order has been cheaper, and is followed",
+                action="order_followed",
+                tier=tier.value,
+                order=policy.order.value,
+                costs_s={order.value: round(cost_s, 3) for order, cost_s in policy.costs_s.items()},
+            )
+
+
+def _is_followed(policy: Forecast, order: Order) -> float:
+    return float(policy.order is order)
+
+
+def _cost_s(policy: Forecast, order: Order) -> float:
+    return policy.costs_s[order]
 
 
 def _figure(shadow: Shadow, name: Literal["requests", "hits", "load_s"]) -> float:

@@ -16,6 +16,7 @@ What it takes from its rivals, and what it adds:
 """
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 
@@ -208,6 +209,13 @@ class Forecast(ScoredPolicy):
         """The order that is followed."""
         return self._order
 
+    @property
+    def costs_s(self) -> Mapping[Order, float]:
+        """What misses would have cost by each order: seconds, of which each access forgets a little
+        (``COST_KEPT``).
+        """
+        return {order: shadow.cost_s for order, shadow in self._shadows.items()}
+
     def note(self, access: Access) -> None:
         super().note(access)
         forgotten = self._forecasts.note(access)
@@ -244,8 +252,9 @@ class Forecast(ScoredPolicy):
         return self._forecasts.score(self._order, candidate, last_s, now_s, self._hysteresis)
 
     def _follow_cheapest(self, now_s: float) -> None:
-        cheapest = min(self._shadows, key=lambda order: self._shadows[order].cost_s)
-        if self._shadows[cheapest].cost_s >= CHEAPER * self._shadows[self._order].cost_s:
+        costs_s = self.costs_s
+        cheapest = min(costs_s, key=costs_s.__getitem__)
+        if costs_s[cheapest] >= CHEAPER * costs_s[self._order]:
             return
         self._order, self._followed_for = cheapest, 0
         for subject in self._resident:

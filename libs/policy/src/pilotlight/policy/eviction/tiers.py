@@ -54,6 +54,11 @@ class TierPolicies:
         """The policy of a tier."""
         return self._tiers[tier].policy
 
+    @property
+    def each(self) -> Mapping[Tier, EvictionPolicy]:
+        """The policies, by tier."""
+        return {tier: of.policy for tier, of in self._tiers.items()}
+
     def on_access(self, access: Access) -> None:
         """A model was asked for."""
         for each in self._tiers.values():

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.arrivals import ArrivalCounters, ArrivalWindows, CounterLife
+from pilotlight.policy.arrivals import GATHER_S, ArrivalCounters, ArrivalWindows, CounterLife
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books, Record
@@ -46,8 +46,6 @@ from pilotlight.sim.cluster.parts import Parts
 from pilotlight.sim.cluster.workers import EPOCH
 
 LONG_AGO_S = -1000.0
-ARRIVALS_S = 1.0
-"""Between two messages of arrivals."""
 GATEWAY = GatewayId("gateway")
 
 
@@ -88,7 +86,11 @@ class Leader:
     _windows: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
 
     def count(self, model: ModelName, now_s: float) -> None:
-        """A request has come."""
+        """A request has come. It is told of as gateways do: at once, and with others that come
+        sooner than ``GATHER_S`` after the last message.
+        """
+        if not self._counters.changed:
+            self.parts.events.at(max(now_s, self._told_s + GATHER_S), self._tell_arrivals)
         self._counters.count(model, now_s)
 
     def decide(self) -> None:
@@ -109,6 +111,18 @@ class Leader:
         places = record.instance.placements
         return next((one.source for one in places if one.node_id == node_id), "")
 
+    def _tell_arrivals(self) -> None:
+        now_s = self._told_s = self.parts.events.now_s
+        life = CounterLife(
+            gateway_id=GATEWAY,
+            number=str(self._counters.life),
+            age_s=self._counters.age_s(now_s),
+        )
+        told = self._counters.tell(now_s)
+        self.evictions.hear_arrivals(self._windows.hear(life, told, now_s, now_s))
+        if self._counters.changed:
+            self.parts.events.at(now_s + GATHER_S, self._tell_arrivals)
+
     def _gather(self) -> ControlFacts:
         parts, now_s = self.parts, self.parts.events.now_s
         workers, nodes = parts.take_changed()
@@ -123,15 +137,6 @@ class Leader:
             reports = {node_id: parts.hosts[node_id].facts() for node_id in sorted(nodes)}
             self._nodes = {**self._nodes, **reports}
         self._version += bool(workers)
-        if self._counters.changed and now_s >= self._told_s + ARRIVALS_S:
-            self._told_s = now_s
-            life = CounterLife(
-                gateway_id=GATEWAY,
-                number=str(self._counters.life),
-                age_s=self._counters.age_s(now_s),
-            )
-            told = self._counters.tell(now_s)
-            self.evictions.hear_arrivals(self._windows.hear(life, told, now_s, now_s))
         demand = parts.gateway.demand(now_s)
         refused, self._refused = tuple(self._refused), []
         started, self._started = tuple(self._started), []

@@ -10,13 +10,11 @@ from pilotlight.common.messages.arrivals import Arrivals, arrivals_subject
 from pilotlight.common.service import Background
 from pilotlight.common.tallies import Tally
 from pilotlight.common.waiting import cancel_all, pause, woken
-from pilotlight.policy.arrivals import ArrivalCounters, CounterLife
+from pilotlight.policy.arrivals import GATHER_S, ArrivalCounters, CounterLife
 from pilotlight.policy.ids import GatewayId, ModelName
 
 REPEAT_S = 1.0
 """Once anything has been counted, this is the longest time between two messages."""
-GATHER_S = 0.1
-"""The shortest time between two messages: what changes meanwhile travels together."""
 
 
 class ArrivalPublisher:
