@@ -153,7 +153,7 @@ class ChildLoop:
             if proof and not self._received:
                 self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
-            for news in self._loads.graphs.news():
+            for news in (*self._loads.graphs.news(), *self._loads.kernels.news()):
                 self._send(news)
             if self._parts:
                 self._slate.write(Doing.OBEYING)
@@ -199,7 +199,8 @@ class ChildLoop:
                 self._parts.append((command, sent_s))
             case UnloadStage():
                 self._unload(command.instance_id)
-                self._send(StageUnloaded(instance_id=command.instance_id))
+                kernels = self._loads.kernels.unloaded(command.instance_id)
+                self._send(StageUnloaded(instance_id=command.instance_id, kernels=kernels))
             case Run():
                 self._add(command, sent_s)
             case Abort():
