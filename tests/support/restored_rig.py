@@ -143,19 +143,25 @@ class RestoredRig:
             trials=tuple(Trial(rows=rows, digest=self.recorded(rows)) for rows in sizes),
         )
         self.plan: RestoredGraphs | None = None
+        self.uses: dict[int, int] = {}
+        """Of the model, when it was here before."""
+        self.graph_set = SimpleNamespace(uses={})
+        self.told_before: Any = None
 
     def recorded(self, rows: int) -> str:
         with self.steps.trial_inputs(rows):
             self.steps.compute(rows)
         return digest_of(self.steps.logits(rows))
 
-    def begin(self) -> RestoredGraphs:
+    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
+        """``before``: asked between the stage's memory and its steps."""
         plan = self.plan = RestoredGraphs(
             self.layout,
             lambda: self.read(),
             open_archive=lambda memory, archive: self.open(),
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
+            uses=self.uses,
         )
         memory = SimpleNamespace(
             slot_number=self.slot,
@@ -164,7 +170,8 @@ class RestoredRig:
         )
         scratch = cast("Scratch", SimpleNamespace(graphs=self.pool))
         plan.supplier(cast("StageMemory", memory), scratch)
-        plan.begin(self.steps, cast("Any", None))
+        self.told_before = before()
+        plan.begin(self.steps, cast("Any", self.graph_set))
         return plan
 
     def supply(self, rows: int, layers: Stage = WHOLE, *, prompt: bool = False) -> GraphStep | None:

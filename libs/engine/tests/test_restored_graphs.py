@@ -210,3 +210,46 @@ def test_closing_waits_for_the_graph_that_is_made_and_makes_no_other(rig: Restor
     assert rig.device.built == [1]
     assert rig.device.closed
     assert rig.capture.closed
+
+
+def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) -> None:
+    read, opened = threading.Event(), threading.Event()
+    rig.read = lambda: (read.set(), b"archive")[1]
+    rig.open = lambda: (opened.set(), rig.device)[1]
+    plan = rig.begin(before=lambda: (read.wait(DEADLINE_S), opened.is_set()))
+    assert rig.told_before == (True, False), "read, and nothing asked of the device"
+    rig.device.go()
+    settled(rig)
+    assert list(plan.took_ms) == ["reserved", "opened", "first", "all"]
+    assert list(plan.took_ms.values()) == sorted(plan.took_ms.values())
+
+
+def test_a_stage_that_never_has_steps_ends_the_thread(rig: RestoredRig) -> None:
+    plan = rig.begin(before=lambda: plan_of(rig).close())
+    settled(rig)
+    assert rig.device.built == []
+
+
+def plan_of(rig: RestoredRig) -> Any:
+    assert rig.plan is not None
+    return rig.plan
+
+
+def test_what_was_used_most_comes_first(rig: RestoredRig) -> None:
+    rig.uses = {4: 100, 2: 3, 512: 9}
+    rig.begin()
+    rig.device.go()
+    settled(rig)
+    assert rig.device.built == [4, 2, 1]
+
+
+def test_steps_of_each_size_are_counted(rig: RestoredRig) -> None:
+    plan = rig.begin()
+    assert plan.uses == {}
+    rig.graph_set.uses = {
+        Kind(WHOLE, 4): 7,
+        Kind(WHOLE, 2, prompt=True): 5,
+        Kind(Stage(0, 2), 1): 3,
+        Kind(WHOLE, 512): 1,
+    }
+    assert plan.uses == {4: 7}
