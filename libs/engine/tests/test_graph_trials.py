@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pilotlight.engine.cuda.attention_metadata import NOWHERE, zeros_on
 from pilotlight.engine.cuda import trials
+from pilotlight.engine.cuda.attention_metadata import NOWHERE, zeros_on
 from pilotlight.engine.cuda.graphs import SIZES
 from pilotlight.engine.cuda.static_words import StaticDecode
 from pilotlight.engine.cuda.trials import digest_of

@@ -225,7 +225,7 @@ def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) ->
 
 
 def test_a_stage_that_never_has_steps_ends_the_thread(rig: RestoredRig) -> None:
-    plan = rig.begin(before=lambda: plan_of(rig).close())
+    rig.begin(before=lambda: plan_of(rig).close())
     settled(rig)
     assert rig.device.built == []
 

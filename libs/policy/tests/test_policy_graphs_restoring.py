@@ -15,8 +15,8 @@ from pilotlight.policy.graphs.restoring import (
     began,
     ended,
     next_graph,
-    used,
     size_of,
+    used,
 )
 
 SIZES = (1, 2, 4, 8, 16)
