@@ -11,7 +11,9 @@ imported and its context made before the clock starts:
   kernels, runs each size and captures it, with the weights in place;
 * ``cold`` and ``cold-plain``: a request that waits for the model, with recorded graphs and without:
   its first token, and the worst gap between two of its 64. It is the engine alone: no gateway, no
-  scheduler.
+  scheduler;
+* ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that in
+  an engine that has run a small model before the clock starts, as a worker's has.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
@@ -38,7 +40,7 @@ from served_gpu import commit, machine
 
 JOB = Path(__file__).resolve().parent / "materialize_job.py"
 SHAPES = ("4B", "8B")
-WAYS = ("restore", "beside", "captured", "cold", "cold-plain")
+WAYS = ("restore", "beside", "captured", "cold", "cold-plain", "cold-kernels", "cold-warm")
 SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
 WHAT = {
@@ -47,6 +49,8 @@ WHAT = {
     "captured": "35 decode graphs compiled and captured at the start",
     "cold": "a cold start in an engine, with recorded graphs",
     "cold-plain": "a cold start in an engine, without recorded graphs",
+    "cold-kernels": "a cold start in an engine, with recorded graphs and kernels",
+    "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
 }
 Row = dict[str, Any]
 
