@@ -90,7 +90,11 @@ def test_a_child_has_an_artifacts_kernels_before_the_stage_has_its_memory(
     assert (told.instance_id, told.restored, told.refused) == (STAGE, 1, "")
     assert plans.news() == []
     assert plans.unloaded(STAGE) is None
+    plans.settle(STAGE)
+    plans.settle(STAGE)
+    assert [one.settled for one in plans.news()] == [True], "told once"
     plans.drop(STAGE)
+    assert plans.news() == []
     assert store.kernel(KEY, "_gemv.json") is None, "nobody needs its files any more"
 
 
@@ -294,6 +298,31 @@ async def test_kernels_are_fetched_and_what_becomes_of_them_is_counted(
     assert restores(rig) == {("found", ""): 1.0, ("kernels", ""): 1.0}
     artifacts.on_restored(StageKernels(instance_id=STAGE, refused="libc"))
     assert restores(rig)["refused", "libc"] == 1.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("settled", [False, True])
+async def test_kernels_with_which_engines_end_are_not_given_to_a_third(
+    rig: Rig, listing: Listing, settled: bool
+) -> None:
+    """Whatever a kernel does to a process, the normal path follows."""
+    await listing.lists(with_kernels(rig.model))
+    await listing.store.put_if_absent(artifact_key(blob_of(ARCHIVE).digest), ARCHIVE)
+    artifacts = rig.worker.artifacts
+    assert artifacts is not None
+    for number in range(2):
+        instance = InstanceId(f"inst-{number}")
+        assert (await artifacts.of(rig.a_hold(instance))).kernels
+        artifacts.on_restored(StageKernels(instance_id=instance, restored=1))
+        if settled:
+            artifacts.on_restored(StageKernels(instance_id=instance, settled=True))
+        artifacts.on_engine_died("engine_failed")
+    found = await artifacts.of(rig.a_hold(InstanceId("inst-2")))
+    assert found.manifest
+    assert bool(found.kernels) is settled
+    assert restores(rig).get(("refused", "engine_died"), 0.0) == (0.0 if settled else 1.0)
+    artifacts.forget(an_artifact(rig.model).fingerprint.digest)
+    assert (await artifacts.of(rig.a_hold(InstanceId("inst-3")))).kernels, "it was built anew"
 
 
 @pytest.mark.anyio

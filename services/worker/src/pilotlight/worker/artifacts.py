@@ -43,6 +43,8 @@ GRAPHS_S = 0.3
 """And no longer for its graphs, which come behind it: captured ones cost 10 ms each."""
 KERNELS_S = 1.0
 """And for its compiled kernels: compiling them takes seconds."""
+SUSPECTED = 2
+"""Engines that ended before an artifact's kernels had given a token: then they are not used."""
 REMEMBERED = 64
 """Manifests that are kept, of a few kilobytes each."""
 MAX_MANIFEST_BYTES = 1 << 20
@@ -106,6 +108,8 @@ class _Stage:
     """Its graphs come back."""
     refused: bool = False
     """Its graphs do not."""
+    unsettled: bool = False
+    """It has compiled kernels that have given nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,8 @@ class Artifacts:
         """Those that were told where their graphs or kernels are."""
         self._uses: OrderedDict[Digest, dict[int, int]] = OrderedDict()
         """By fingerprint, of stages that have gone."""
+        self._suspected: dict[Digest, int] = {}
+        """Engines that ended with an artifact's kernels unsettled."""
 
     async def of(self, hold: Hold) -> Found:
         """What a stage is restored from."""
@@ -208,7 +214,11 @@ class Artifacts:
         stage = self._stages.get(told.instance_id)
         if stage is None:
             return
-        if told.refused:
+        if told.settled:
+            stage.unsettled = False
+            self._suspected.pop(stage.fingerprint, None)
+        elif told.refused:
+            stage.unsettled = False
             self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)
         else:
             self._count("kernels")
@@ -219,6 +229,15 @@ class Artifacts:
         If a restore ended it, what it was restored from is not used again.
         """
         given, self._given = self._given, set()
+        for instance_id, stage in self._stages.items():
+            if stage.unsettled:
+                times = self._suspected[stage.fingerprint] = 1 + self._suspected.get(
+                    stage.fingerprint, 0
+                )
+                if times == SUSPECTED:
+                    self._refuse(stage.fingerprint, stage.model, instance_id, "engine_died")
+        while len(self._suspected) > REMEMBERED:
+            del self._suspected[next(iter(self._suspected))]
         self._stages.clear()
         if code != RestoreFailed.code:
             return
@@ -234,6 +253,7 @@ class Artifacts:
         """An artifact was built anew: it is looked for again."""
         self._known.pop(digest, None)
         self._distrusted.pop(digest, None)
+        self._suspected.pop(digest, None)
 
     async def _look(self, hold: Hold, wanted: Fingerprint, key: bytes) -> bytes:
         try:
@@ -266,12 +286,16 @@ class Artifacts:
         artifact = decode_json(manifest, Artifact)
         graphs = artifact.graphs_blob if artifact.graphs is not None else None
         kernels = artifact.compiled_blob if artifact.compiled is not None else None
+        if self._suspected.get(digest, 0) >= SUSPECTED:
+            kernels = None
         found = await asyncio.gather(
             self._file_of(hold, digest, graphs, "graphs", GRAPHS_S),
             self._file_of(hold, digest, kernels, "kernels", KERNELS_S),
         )
         if any(found):
-            self._stages[hold.instance_id] = _Stage(digest, hold.model.name)
+            self._stages[hold.instance_id] = _Stage(
+                digest, hold.model.name, unsettled=bool(found[1])
+            )
             while len(self._stages) > REMEMBERED:
                 self._stages.popitem(last=False)
         return found

@@ -48,6 +48,9 @@ class StageKernels(Message, tag="kernels", frozen=True, kw_only=True):
     refused: str = ""
     """By name, why they are not used (any more): kernels are compiled as they are needed."""
     message: str = ""
+    settled: bool = False
+    """They have given the stage's first token, or the stage is gone: what ends the engine from now
+    on is not their fault."""
 
 
 class GraphsRecorded(Message, frozen=True, kw_only=True):

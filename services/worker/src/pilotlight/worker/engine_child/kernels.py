@@ -49,6 +49,7 @@ class KernelPlans:
         """Where to; nowhere, where it is only to be told what was compiled."""
         self._news: list[StageKernels] = []
         self._restored: set[InstanceId] = set()
+        self._unsettled: set[InstanceId] = set()
         self._store: KernelStore | None = None
 
     def begin(self, command: LoadStage) -> None:
@@ -72,8 +73,15 @@ class KernelPlans:
         said, self._news = self._news, []
         return said
 
+    def settle(self, instance_id: InstanceId) -> None:
+        """The stage has its first token."""
+        if instance_id in self._unsettled:
+            self._unsettled.discard(instance_id)
+            self._news.append(StageKernels(instance_id=instance_id, settled=True))
+
     def drop(self, instance_id: InstanceId) -> None:
         """The stage is held no longer; what nobody needs any more goes."""
+        self.settle(instance_id)
         self._restored.discard(instance_id)
         if self._store is not None and not self._restored:
             self._store.close()
@@ -119,6 +127,7 @@ class KernelPlans:
         store.only = command.precomputed.only
         self._store = store
         self._restored.add(command.instance_id)
+        self._unsettled.add(command.instance_id)
         log.info("kernels restored", action="kernels_restored", entries=restored)
         self._news.append(StageKernels(instance_id=command.instance_id, restored=restored))
 

@@ -319,6 +319,7 @@ class ChildLoop:
         for first in result.first_prefills:
             self._send(self._prefills.ended(first))
             self._loads.restoring.first_token(first)
+            self._loads.kernels.settle(first.instance_id)
         self._pipelines.after(result)
         refused, self._refused = self._refused, []
         produced = (*refused, *self._loads.restoring.take(result.produced))
