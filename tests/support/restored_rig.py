@@ -16,7 +16,7 @@ from pilotlight.engine.cuda.restored import RestoredGraphs, places_of
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.native.library import NativeError
+from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.policy.materialized import GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Stage
 
@@ -90,6 +90,13 @@ class StandInDevice:
         self.fails: dict[int, NativeError] = {}
         self.closed = False
         self.launched: list[int] = []
+        self.nowhere = ""
+        """A graph has an address where nothing is."""
+
+    def check(self) -> int:
+        if self.nowhere:
+            raise Nowhere(-6, self.nowhere)
+        return 0
 
     def go(self, *sizes: int) -> None:
         for rows in sizes or self.tags:

@@ -14,7 +14,7 @@ from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
 from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.restored import GraphsRefused
 from pilotlight.engine.errors import RestoreFailed
-from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
+from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
 from pilotlight.policy.materialized import Trial
 from pilotlight.policy.model import Stage
 
@@ -123,7 +123,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "a smaller pool": (lambda rig: setattr(rig.pool, "mapped_bytes", POOL_BYTES - 1), "pool"),
     "bytes": (unreadable, "graphs_digest"),
     "the archive": (opened_with(NativeError(-1, "cut off")), "archive"),
-    "an address of nothing": (opened_with(Nowhere(-6, "at 5")), "addresses"),
+    "an address of nothing": (lambda rig: setattr(rig.device, "nowhere", "at 5"), "addresses"),
     "another arena": (opened_with(AddressTaken(-2, "at 5")), "arena_address"),
     "a bug": (opened_with(ZeroDivisionError("oh")), "thread"),
     "sizes": (lambda rig: setattr(rig.device, "tags", (1, 2)), "sizes"),
@@ -213,12 +213,12 @@ def test_closing_waits_for_the_graph_that_is_made_and_makes_no_other(rig: Restor
 
 
 def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) -> None:
-    read, opened = threading.Event(), threading.Event()
-    rig.read = lambda: (read.set(), b"archive")[1]
+    opened, checked = threading.Event(), threading.Event()
     rig.open = lambda: (opened.set(), rig.device)[1]
-    plan = rig.begin(before=lambda: (read.wait(DEADLINE_S), opened.is_set()))
-    assert rig.told_before == (True, False), "read, and nothing asked of the device"
+    rig.device.check = lambda: (checked.set(), 0)[1]
     rig.device.go()
+    plan = rig.begin(before=lambda: (opened.wait(DEADLINE_S), checked.is_set()))
+    assert rig.told_before == (True, False), "there is memory yet to come that graphs may name"
     settled(rig)
     assert list(plan.took_ms) == ["reserved", "opened", "first", "all"]
     assert list(plan.took_ms.values()) == sorted(plan.took_ms.values())

@@ -320,15 +320,15 @@ class RestoredGraphs:
     def _restore(self) -> None:
         """The thread."""
         try:
-            archive = self._read()
+            self._device = device = self._opened(self._read())
             with self._changed:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
-            self._device = self._opened(archive)
+            device.check()
             self._took("opened")
             while (rows := self._next()) is not None:
-                self._ended(rows, self._built(self._device, rows))
+                self._ended(rows, self._built(device, rows))
                 if "first" not in self._took_ms:
                     self._took("first")
                     # What proves larger graphs is loaded now, not at its first use in a step.
@@ -337,6 +337,8 @@ class RestoredGraphs:
             log.info("graphs restored", action="graphs_restored", **self._took_ms)
         except GraphsRefused as refused:
             self._refuse(refused)
+        except Nowhere as error:
+            self._refuse(GraphsRefused("addresses", str(error)))
         except NativeError as error:
             log.error("graphs broken", action="graphs_broken", error=str(error))
             with self._changed:
@@ -355,8 +357,6 @@ class RestoredGraphs:
             device = self._open(self._memory, archive)
         except AddressTaken as error:
             raise GraphsRefused("arena_address", str(error)) from error
-        except Nowhere as error:
-            raise GraphsRefused("addresses", str(error)) from error
         except NativeError as error:
             raise GraphsRefused("archive", str(error)) from error
         if sorted(device.tags) != sorted(self._recorded):
