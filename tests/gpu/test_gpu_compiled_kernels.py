@@ -50,7 +50,7 @@ async def ran(
     *,
     only: bool = False,
 ) -> tuple[list[list[int]], KernelsRecorded | None]:
-    """What prompts give one after the other, then together; and what was compiled for it."""
+    """What prompts give one after the other, and what was compiled for that and for batches."""
     file = GraphFile()
     try:
         file.write(archive)
@@ -63,9 +63,8 @@ async def ran(
         for prompt in prompts:
             outputs += (await session.run([prompt], 6)).outputs.values()
         for rows in (2, 17, 40):
-            outputs += (
-                await session.run([[row + 1, 2, 3] for row in range(rows)], 4)
-            ).outputs.values()
+            # In which order they come into a batch is not the same each time.
+            await session.run([[row + 1, 2, 3] for row in range(rows)], 4)
         return outputs, await session.unload()
     finally:
         await session.close()
