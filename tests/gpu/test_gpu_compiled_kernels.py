@@ -87,7 +87,6 @@ async def test_an_engine_with_an_artifacts_kernels_compiles_none_of_the_model(
     entries = unpack(archive)
     record_property("kernels", {"entries": len(entries), "bytes": len(archive)})
     record_property("compiled_for", artifact.compiled)
-    assert "kernels_missing" not in log, "the second engine of the build found all"
 
     plain, nothing = await ran(make_session(), pool)
     assert nothing is None

@@ -214,7 +214,7 @@ class BuildSession:
             raise error_of(event.code, f"the engine of the build ended: {event.reason}")
         if isinstance(event, StageGraphs):
             self.graphs = event
-        if isinstance(event, StageKernels):
+        if isinstance(event, StageKernels) and not event.settled:
             self.kernels = event
         return event
 
