@@ -24,6 +24,7 @@ KEY = re.compile(r"[A-Z2-7]{52}")
 """A digest of 256 bits, in base 32."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 IMAGE, FACTS, LIBRARY = ".cubin", ".json", ".so"
+LIST = "__grp__"
 MAX_ENTRIES = 4096
 ELF = b"\x7fELF"
 
@@ -49,10 +50,10 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_kept(name: str) -> bool:
-    """Whether a file of triton's is one that another process needs: neither source nor what stands
-    between it and the image.
+    """Whether a file of triton's is one that another process needs: neither source, nor what stands
+    between it and the image, nor the list of a kernel's files.
     """
-    return name.endswith((IMAGE, FACTS, LIBRARY))
+    return name.endswith((IMAGE, FACTS, LIBRARY)) and not name.startswith(LIST)
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
