@@ -15,7 +15,7 @@ from pilotlight.engine.cuda.kernel_store import STORE, Files
 from pilotlight.policy.materialized import CompiledFor
 
 
-class RestoredFirst(FileCacheManager):
+class RestoredFirst(FileCacheManager):  # pyright: ignore[reportUntypedBaseClass] - there may be no triton
     """Triton makes one for each key that it looks up."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
