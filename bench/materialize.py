@@ -12,8 +12,8 @@ imported and its context made before the clock starts:
 * ``cold`` and ``cold-plain``: a request that waits for the model, with recorded graphs and without:
   its first token, and the worst gap between two of its 64. It is the engine alone: no gateway, no
   scheduler;
-* ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that in
-  an engine that has run a small model before the clock starts, as a worker's has.
+* ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that
+  in an engine that has run a small model before the clock starts, as a worker's has.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no

@@ -1,4 +1,4 @@
-"""One process that compiles a few kernels: ``python kernel_caching.py WAY ARCHIVE``, a line of JSON.
+"""One process that compiles some kernels: ``kernel_caching.py WAY ARCHIVE`` says a line of JSON.
 
 * ``record``: notes what is used, and writes it down;
 * ``restore``: has what was written down, and then needs the same;

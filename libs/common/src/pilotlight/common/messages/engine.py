@@ -47,7 +47,7 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     prove: bool = False
     """Prove all graphs as soon as the stage's parts are in place, not each before its first use."""
     record: str = ""
-    """Where its graphs are to be written once its parts are there (``ChildOptions.record_images``)."""
+    """Where its graphs go once its parts are there (``ChildOptions.record_images``)."""
     precomputed: restored.Precomputed = restored.Precomputed()
 
 

@@ -9,7 +9,7 @@ keys (design 8: everything else that start-up computes).
 
 A key is a digest of all that a kernel is compiled from: its source, what it is compiled for, the
 options, and triton itself. An entry of another triton is never looked up. An archive is executable
-input: who reads one has checked where it comes from; what is checked here is that it holds together.
+input: who reads one has checked where it comes from; here is checked that it holds together.
 """
 
 import re
