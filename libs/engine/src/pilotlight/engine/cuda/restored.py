@@ -169,6 +169,7 @@ class RestoredGraphs:
             self._check(steps)
             self._reserve(steps)
         except GraphsRefused as refused:
+            self._refused = None  # What is wrong with the stage is told, whatever the archive is.
             self._refuse(refused)
             return
         self._took("reserved")
