@@ -169,8 +169,7 @@ class RestoredGraphs:
             self._check(steps)
             self._reserve(steps)
         except GraphsRefused as refused:
-            self._refused = None  # What is wrong with the stage is told, whatever the archive is.
-            self._refuse(refused)
+            self._refuse(refused, of_stage=True)
             return
         self._took("reserved")
         with self._changed:
@@ -310,12 +309,14 @@ class RestoredGraphs:
         with self._changed:
             self._proved += 1
 
-    def _refuse(self, refused: GraphsRefused) -> None:
+    def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
+        """What is wrong with the stage is told, whatever the archive is."""
         log.warning(
             "graphs refused", action="graphs_refused", field=refused.field, why=str(refused)
         )
         with self._changed:
-            self._refused, self._running = self._refused or refused, False
+            self._refused = refused if of_stage else self._refused or refused
+            self._running = False
             self._changed.notify_all()
 
     def _restore(self) -> None:
