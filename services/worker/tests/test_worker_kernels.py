@@ -13,7 +13,8 @@ import pytest
 from artifact_listing import HERE, Listing, an_artifact, restores
 from blake3 import blake3
 from graph_archives import ImageMaker
-from manifest_fuzz import MUTATIONS, mutated
+from manifest_fuzz import MUTATIONS as MANIFESTS
+from manifest_fuzz import mutated
 
 from pilotlight.common.errors import RestoreFailed
 from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
@@ -39,6 +40,8 @@ KEY = "A" * 52
 ARCHIVE = pack([Entry(KEY, {"_gemv.json": b"{}", "_gemv.cubin": ImageMaker(["_gemv"]).image()})])
 MADE_FOR = CompiledFor(compiler="triton 3.6.0", processor="sm_90", python=".so", libc="2.39")
 STAGE = InstanceId("inst-1")
+MUTATIONS = MANIFESTS // 5
+"""Each writes files."""
 
 
 def blob_of(data: bytes) -> Blob:
