@@ -218,6 +218,28 @@ def test_files_go_with_the_store_and_with_processes_that_were_killed(
     assert not theirs.exists()
 
 
+def test_a_folder_that_another_process_sweeps_is_made_again(
+    store: KernelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, locked, descriptors = [], kernel_store._locked, len(os.listdir("/proc/self/fd"))
+
+    def swept(folder: Path) -> int:
+        made.append(folder)
+        if len(made) == 1:
+            folder.rmdir()
+            raise FileNotFoundError(folder)
+        descriptor = locked(folder)
+        if len(made) == 2:
+            folder.rmdir()
+        return descriptor
+
+    monkeypatch.setattr(kernel_store, "_locked", swept)
+    assert store.restore(pack(ENTRIES)) == 3
+    assert (len(made), made[2].exists()) == (3, True)
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "none is left open"
+
+
 def test_where_there_is_no_room_for_files_nothing_is_restored(
     store: KernelStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 FOLDER = "pilotlight-kernels-"
 """Beginning of the names of the processes' folders, in the system's temporary one."""
+TRIES = 3
+"""That a folder is made, if another process sweeps at that moment."""
 
 Files = dict[str, str]
 """Paths, by the names that triton gives to files."""
@@ -154,8 +156,7 @@ class KernelStore:
         with self._lock:
             if self._folder is None:
                 _sweep()
-                self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
-                self._folder_lock = _locked(self._folder)
+                self._folder, self._folder_lock = _made()
             return self._folder
 
 
@@ -178,9 +179,39 @@ def _written(folder: Path, entry: Entry) -> Files:
     return paths
 
 
+def _made() -> tuple[Path, int]:
+    """A folder that this process holds, and the descriptor by which it does.
+
+    Raises:
+        OSError: there is no place for one.
+    """
+    for left in reversed(range(TRIES)):
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+        try:
+            descriptor = _locked(folder)
+        except OSError:
+            if not left:
+                raise
+            continue
+        if folder.exists():
+            return folder, descriptor
+        # Another process swept it before it was held.
+        os.close(descriptor)
+    raise FileNotFoundError(f"folders in {tempfile.gettempdir()} are swept")
+
+
 def _locked(folder: Path) -> int:
+    """Holds a folder for as long as the descriptor is open.
+
+    Raises:
+        OSError: another process does.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
