@@ -147,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("materialize.json"))
+    parser.add_argument(
+        "--recorded", type=Path, default=None, help="folder for what is recorded, used again"
+    )
     parser.add_argument("--commit", default=commit(), help="hash and date, where it is no checkout")
     asked = parser.parse_args(arguments)
     changed, _, changed_date = asked.commit.partition(" ")
@@ -159,12 +162,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "date": datetime.now(UTC).date().isoformat(),
     }
     with tempfile.TemporaryDirectory(prefix="pilotlight-materialize-") as folder:
-        run = Run(Path(folder), asked.seconds)
-        recording = {shape: run.job("record", shape) for shape in asked.shapes}
+        run = Run(asked.recorded or Path(folder), asked.seconds)
+        run.folder.mkdir(exist_ok=True)
+        there = {shape for shape in asked.shapes if (run.folder / f"{shape}.kernels").exists()}
+        recording = {shape: run.job("record", shape) for shape in {*asked.shapes} - there}
         recorded = {shape: run.told(job, f"record {shape}") for shape, job in recording.items()}
         print(json.dumps({"recorded": recorded}), file=sys.stderr, flush=True)
         for way, shape in [*product(asked.ways, asked.shapes)] * asked.repeats:
-            if recorded[shape] is not None:
+            if shape in there or recorded[shape] is not None:
                 run.measure(way, shape)
                 asked.out.write_text(json.dumps(document(run, about), indent=2) + "\n")
     missed = [*run.missing, *floors(run)]
