@@ -55,6 +55,33 @@ def test_without_an_archive_kernels_are_compiled_as_before(tmp_path: Path, stand
         assert "ptxas" in plain["started"]
 
 
+READ = """
+from triton.runtime import cache
+from pilotlight.engine.cuda.kernels.caching import read_compiler
+before = cache.triton_key.cache_info().currsize
+read_compiler()
+read_compiler()
+print(before, cache.triton_key.cache_info().currsize, cache.triton_key.cache_info().misses)
+"""
+
+
+def test_the_compiler_is_read_once_before_it_is_needed(stand_in: bool) -> None:
+    assert printed(READ, stand_in=stand_in) == "0 1 1"
+
+
+def printed(program: str, *, stand_in: bool) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path_of(stand_in=stand_in)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()[-1]
+
+
 BROKEN = """
 from types import SimpleNamespace
 from graph_archives import ImageMaker
@@ -91,12 +118,4 @@ except RuntimeError:
 
 def test_a_restored_kernel_that_does_not_work_is_compiled() -> None:
     """And what triton compiled itself fails as it always did."""
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN],
-        env={**os.environ, "PYTHONPATH": path_of(stand_in=True)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1:] == ["told"], done.stderr[-3000:]
+    assert printed(BROKEN, stand_in=True) == "told"

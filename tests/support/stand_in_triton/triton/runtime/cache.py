@@ -1,6 +1,7 @@
 """Triton's cache: a folder for each key."""
 
 import base64
+import functools
 import json
 import os
 from pathlib import Path
@@ -31,6 +32,12 @@ class FileCacheManager:
         path = os.path.join(self.cache_dir, filename)
         Path(path).write_bytes(data if isinstance(data, bytes) else str(data).encode())
         return path
+
+
+@functools.cache
+def triton_key() -> str:
+    """Of triton itself."""
+    return "0.0.1"
 
 
 def get_cache_manager(key: str) -> FileCacheManager:

@@ -189,6 +189,10 @@ def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         for name in (*ENGINE_MODULES, *(CUDA_MODULES if kind is DeviceKind.CUDA else ())):
             importlib.import_module(name)
+        if kind is DeviceKind.CUDA:
+            from pilotlight.engine.cuda.kernels.caching import read_compiler
+
+            read_compiler()
     except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
         faults.append(fault)
 

@@ -4,15 +4,19 @@
 
 import os
 import sysconfig
+from typing import TYPE_CHECKING
 
-import torch
 import triton
 from triton import knobs
+from triton.runtime import cache
 from triton.runtime.cache import FileCacheManager
 
 from pilotlight.engine.cuda.compiled import KernelsRefused
 from pilotlight.engine.cuda.kernel_store import STORE, Files
 from pilotlight.policy.materialized import CompiledFor
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RestoredFirst(FileCacheManager):  # pyright: ignore[reportUntypedBaseClass] - there may be no triton
@@ -73,8 +77,19 @@ def install() -> None:
     knobs.cache.manager_class = RestoredFirst
 
 
-def made_for(device: torch.device) -> CompiledFor:
+def read_compiler() -> None:
+    """Has triton make the digest of itself that is in every key: it reads its 500 MB for that, once
+    in a process, and the first kernel would wait.
+    """
+    digest = getattr(cache, "triton_key", None)
+    if digest is not None:
+        digest()
+
+
+def made_for(device: "torch.device") -> CompiledFor:
     """What kernels are compiled for in this process."""
+    import torch
+
     major, minor = torch.cuda.get_device_capability(device)
     return CompiledFor(
         compiler=f"triton {triton.__version__}",
