@@ -11,7 +11,9 @@ imported and its context made before the clock starts:
   kernels, runs each size and captures it, with the weights in place;
 * ``cold`` and ``cold-plain``: a request that waits for the model, with recorded graphs and without:
   its first token, and the worst gap between two of its 64. It is the engine alone: no gateway, no
-  scheduler.
+  scheduler;
+* ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that
+  in an engine that has run a small model before the clock starts, as a worker's has.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
@@ -38,7 +40,7 @@ from served_gpu import commit, machine
 
 JOB = Path(__file__).resolve().parent / "materialize_job.py"
 SHAPES = ("4B", "8B")
-WAYS = ("restore", "beside", "captured", "cold", "cold-plain")
+WAYS = ("restore", "beside", "captured", "cold", "cold-plain", "cold-kernels", "cold-warm")
 SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
 WHAT = {
@@ -47,6 +49,8 @@ WHAT = {
     "captured": "35 decode graphs compiled and captured at the start",
     "cold": "a cold start in an engine, with recorded graphs",
     "cold-plain": "a cold start in an engine, without recorded graphs",
+    "cold-kernels": "a cold start in an engine, with recorded graphs and kernels",
+    "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
 }
 Row = dict[str, Any]
 
@@ -143,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("materialize.json"))
+    parser.add_argument(
+        "--recorded", type=Path, default=None, help="folder for what is recorded, used again"
+    )
     parser.add_argument("--commit", default=commit(), help="hash and date, where it is no checkout")
     asked = parser.parse_args(arguments)
     changed, _, changed_date = asked.commit.partition(" ")
@@ -155,12 +162,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "date": datetime.now(UTC).date().isoformat(),
     }
     with tempfile.TemporaryDirectory(prefix="pilotlight-materialize-") as folder:
-        run = Run(Path(folder), asked.seconds)
-        recording = {shape: run.job("record", shape) for shape in asked.shapes}
+        run = Run(asked.recorded or Path(folder), asked.seconds)
+        run.folder.mkdir(exist_ok=True)
+        there = {shape for shape in asked.shapes if (run.folder / f"{shape}.kernels").exists()}
+        recording = {shape: run.job("record", shape) for shape in {*asked.shapes} - there}
         recorded = {shape: run.told(job, f"record {shape}") for shape, job in recording.items()}
         print(json.dumps({"recorded": recorded}), file=sys.stderr, flush=True)
         for way, shape in [*product(asked.ways, asked.shapes)] * asked.repeats:
-            if recorded[shape] is not None:
+            if shape in there or recorded[shape] is not None:
                 run.measure(way, shape)
                 asked.out.write_text(json.dumps(document(run, about), indent=2) + "\n")
     missed = [*run.missing, *floors(run)]

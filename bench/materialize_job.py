@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from pilotlight.engine.cuda.kernel_store import STORE
 from pilotlight.native.graphs import record_images
 
 if __name__ == "__main__" and sys.argv[1] == "record":
     # Before the first kernel is loaded.
     record_images()
+    STORE.noting = True
 
 import torch
 from engine_gpu_weights import spec_of
@@ -32,7 +34,9 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.compiled import pack
 from pilotlight.engine.cuda.graphs import SIZES, DecodeSteps, GraphSet, GraphSupplier
+from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.engine.device.arena_protocol import Scratch
@@ -43,6 +47,7 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.materialized import GraphLayout
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import Sampling
+from pilotlight.worker.engine_child.warmup import CUDA_PROBE, warm_up
 
 if TYPE_CHECKING:
     from pilotlight.engine.device.copying import Source
@@ -106,6 +111,20 @@ class Model:
         torch.cuda.synchronize()
         return time.perf_counter() - began_s
 
+    def ask(self) -> None:
+        """One request comes."""
+        prompt = [(7919 * place) % self.spec.vocab_size for place in range(1, PROMPT_TOKENS + 1)]
+        sampling = Sampling(seed=0, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        self.engine.add(RequestId("r"), 1, INSTANCE, prompt, (), sampling)
+
+    def answer(self) -> list[float]:
+        """Steps until it is answered; when each token was there."""
+        at_s: list[float] = []
+        while self.engine.has_work:
+            for one in self.engine.step().produced:
+                at_s += [time.perf_counter()] * len(one.token_ids)
+        return at_s
+
     def sources(self, part: int) -> Mapping[str, "Source"]:
         """A part's tensors, as a loader offers them."""
         return {
@@ -163,7 +182,7 @@ def restored(shape: str, folder: Path) -> Watched:
 
 
 def record(shape: str, folder: Path) -> dict[str, Any]:
-    """Records a shape's graphs."""
+    """Records a shape's graphs, and the kernels that they and a request need."""
     model, plan = Model(shape), GraphRecorder()
     model.begin(plan)
     model.place()
@@ -171,7 +190,13 @@ def record(shape: str, folder: Path) -> dict[str, Any]:
     made = plan.record()
     (folder / f"{shape}.graphs").write_bytes(made.archive)
     (folder / f"{shape}.json").write_bytes(encode_json(made.layout))
-    return {"record_s": time.perf_counter() - began_s, "archive_bytes": len(made.archive)}
+    told = {"record_s": time.perf_counter() - began_s, "archive_bytes": len(made.archive)}
+    model.ask()
+    model.answer()
+    entries = STORE.noted()
+    kernels = pack(entries)
+    (folder / f"{shape}.kernels").write_bytes(kernels)
+    return {**told, "kernels": len(entries), "kernel_bytes": len(kernels)}
 
 
 def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
@@ -190,6 +215,7 @@ def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
         "all_ms": plan.all_ms,
         "copy_ms": copy_s * 1e3,
         "proved": plan.news.proved,
+        **{f"until_{step}_ms": ms for step, ms in plan.took_ms.items()},
     }
 
 
@@ -208,26 +234,44 @@ def captured(shape: str) -> dict[str, Any]:
     return {"first_ms": first_ms, "all_ms": (time.perf_counter() - began_s) * 1e3}
 
 
-def cold(shape: str, plan: GraphPlan | None) -> dict[str, Any]:
-    """One request that waits for the model: its first token, and the gaps behind it."""
+def cold(
+    shape: str, plan: GraphPlan | None, kernels: Path | None = None, *, warm: bool = False
+) -> dict[str, Any]:
+    """One request that waits for the model: its first token, and the gaps behind it.
+
+    Args:
+        shape: the model's.
+        plan: of its graphs.
+        kernels: where compiled ones are; None: they are compiled.
+        warm: the engine has run a small model before, as a worker's has.
+    """
     model = Model(shape)
+    if warm:
+        warm_up(model.engine, CUDA_PROBE)
     began_s = time.perf_counter()
+    if kernels is not None:
+        install()
+        STORE.restore(kernels.read_bytes())
+    restored_s = time.perf_counter()
     model.begin(plan)
-    prompt = [(7919 * place) % model.spec.vocab_size for place in range(1, PROMPT_TOKENS + 1)]
-    sampling = Sampling(seed=0, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    model.engine.add(RequestId("r"), 1, INSTANCE, prompt, (), sampling)
+    model.ask()
     for part in model.parts:
         model.engine.place_part(INSTANCE, part, model.sources(part))
-    at_s: list[float] = []
-    while model.engine.has_work:
-        for one in model.engine.step().produced:
-            at_s += [time.perf_counter()] * len(one.token_ids)
+    at_s = model.answer()
     gaps_ms = sorted((after - before) * 1e3 for before, after in itertools.pairwise(at_s))
-    return {
+    told = {
         "ttft_ms": (at_s[0] - began_s) * 1e3,
         "tokens": len(at_s),
         "worst_gap_ms": gaps_ms[-1],
         "median_gap_ms": gaps_ms[len(gaps_ms) // 2],
+    }
+    if kernels is None:
+        return told
+    return {
+        **told,
+        "kernels_ms": (restored_s - began_s) * 1e3,
+        "compiled": len(STORE.compiled),
+        "given_up": int(bool(STORE.broken)),
     }
 
 
@@ -235,6 +279,9 @@ def main() -> None:
     """Runs the one that is asked for."""
     way, shape, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     torch.zeros(1, device="cuda")
+    if way == "record":
+        install()
+    kernels = folder / f"{shape}.kernels"
     ways = {
         "record": lambda: record(shape, folder),
         "restore": lambda: restore(shape, folder, beside=False),
@@ -242,6 +289,8 @@ def main() -> None:
         "captured": lambda: captured(shape),
         "cold": lambda: cold(shape, restored(shape, folder)),
         "cold-plain": lambda: cold(shape, None),
+        "cold-kernels": lambda: cold(shape, restored(shape, folder), kernels),
+        "cold-warm": lambda: cold(shape, restored(shape, folder), kernels, warm=True),
     }
     print(json.dumps(ways[way]()))
     sys.stdout.flush()

@@ -2,67 +2,30 @@
 of a child without it; what is wrong with it is refused by name, and the normal path follows.
 """
 
-import asyncio
 import os
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_builds import MakeSession, built, sessions
 from pool_files import PoolFile, pool_file
 
 from pilotlight.common.errors import PilotlightError, RestoreFailed
-from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import decode_json, encode_json
-from pilotlight.common.messages.pool import PartReady
-from pilotlight.common.nvml import list_gpus
 from pilotlight.policy.builds import needed_bytes
-from pilotlight.policy.cluster import DeviceKind
-from pilotlight.policy.ids import WorkerId
-from pilotlight.policy.materialized import Artifact, Fingerprint, GraphLayout, Trial
+from pilotlight.policy.materialized import Artifact, GraphLayout, Trial
 from pilotlight.policy.model import Dtype
 from pilotlight.worker.build_session import BuildSession
-from pilotlight.worker.build_steps import Built, build
-from pilotlight.worker.engines.child_process import ChildOptions
-from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.graph_files import GraphFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 
 Record = Callable[[str, object], None]
-BUILD_S = 400.0
-ROOM_BYTES = 4 << 30
 SIZES = 35
 BATCHES = (1, 2, 3, 7, 16, 33)
-
-
-class FileSource:
-    """Leases parts that all lie in a file."""
-
-    intact = True
-
-    def __init__(self, pool: PoolFile) -> None:
-        self._pool = pool
-        self.pool_path = str(pool.path)
-
-    async def lease(self, *arguments: Any, **more: Any) -> Any:
-        return self
-
-    async def __aenter__(self) -> "FileSource":
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        return None
-
-    async def __aiter__(self) -> AsyncIterator[PartReady]:
-        for part, tensors in self._pool.parts.items():
-            yield PartReady(part=part, tensors=tensors)
-
-
-MakeSession = Callable[..., BuildSession]
 
 
 @pytest.fixture
@@ -75,41 +38,8 @@ def pool(tmp_path: Path) -> PoolFile:
 def make_session(
     device: torch.device, pool: PoolFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> MakeSession:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    uuid = list_gpus()[device.index].uuid
-    source: Any = FileSource(pool)
-
-    def make(*, record_images: bool = False) -> BuildSession:
-        options = ChildOptions(
-            threads=2,
-            log_path=tmp_path / "child.log",
-            device=DeviceKind.CUDA,
-            cuda_devices=(uuid,),
-            device_bytes=ROOM_BYTES,
-            record_images=record_images,
-        )
-        return BuildSession(ProcessEngine(options), source, WorkerId("worker-1"))
-
-    return make
-
-
-async def built(make_session: MakeSession, pool: PoolFile) -> Built:
-    session = make_session()
-    up = await session.start()
-    await session.close()
-    assert up.environment is not None
-    claimed = ClaimedBuild(
-        model=pool.model,
-        fingerprint=Fingerprint.of(up.environment, pool.model),
-        attempt=1,
-        lease_s=60.0,
-    )
-
-    async def told(step: str, share: float) -> None:
-        return None
-
-    async with asyncio.timeout(BUILD_S):
-        return await build(claimed, make_session, told, graphs=True)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return sessions(device.index, pool, tmp_path / "child.log")
 
 
 async def outputs(

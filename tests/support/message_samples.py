@@ -62,7 +62,8 @@ def sample(hint: Any, name: str, default: Any = None) -> Any:
     if origin in (tuple, list):
         return origin(sample(arguments[0], name) for _ in range(2))
     if origin is dict:
-        return {"key": msgspec.Raw(b"1") if msgspec.Raw in arguments else 1}
+        key = 7 if arguments[0] is int else "key"
+        return {key: msgspec.Raw(b"1") if msgspec.Raw in arguments else 1}
     simple = {
         str: f"{name}-1",
         bytes: f"{name}-1".encode(),

@@ -16,7 +16,7 @@ from pilotlight.engine.cuda.restored import RestoredGraphs, places_of
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.native.library import NativeError
+from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.policy.materialized import GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Stage
 
@@ -90,6 +90,13 @@ class StandInDevice:
         self.fails: dict[int, NativeError] = {}
         self.closed = False
         self.launched: list[int] = []
+        self.nowhere = ""
+        """A graph has an address where nothing is."""
+
+    def check(self) -> int:
+        if self.nowhere:
+            raise Nowhere(-6, self.nowhere)
+        return 0
 
     def go(self, *sizes: int) -> None:
         for rows in sizes or self.tags:
@@ -143,19 +150,25 @@ class RestoredRig:
             trials=tuple(Trial(rows=rows, digest=self.recorded(rows)) for rows in sizes),
         )
         self.plan: RestoredGraphs | None = None
+        self.uses: dict[int, int] = {}
+        """Of the model, when it was here before."""
+        self.graph_set = SimpleNamespace(uses={})
+        self.told_before: Any = None
 
     def recorded(self, rows: int) -> str:
         with self.steps.trial_inputs(rows):
             self.steps.compute(rows)
         return digest_of(self.steps.logits(rows))
 
-    def begin(self) -> RestoredGraphs:
+    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
+        """``before``: asked between the stage's memory and its steps."""
         plan = self.plan = RestoredGraphs(
             self.layout,
             lambda: self.read(),
             open_archive=lambda memory, archive: self.open(),
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
+            uses=self.uses,
         )
         memory = SimpleNamespace(
             slot_number=self.slot,
@@ -164,7 +177,8 @@ class RestoredRig:
         )
         scratch = cast("Scratch", SimpleNamespace(graphs=self.pool))
         plan.supplier(cast("StageMemory", memory), scratch)
-        plan.begin(self.steps, cast("Any", None))
+        self.told_before = before()
+        plan.begin(self.steps, cast("Any", self.graph_set))
         return plan
 
     def supply(self, rows: int, layers: Stage = WHOLE, *, prompt: bool = False) -> GraphStep | None:

@@ -48,9 +48,12 @@ class Recording:
         return self.dump
 
     def opened(self, memory: object, archive: bytes) -> object:
-        if self.nowhere:
-            raise Nowhere(-6, self.nowhere)
-        return SimpleNamespace(elsewhere=0, close=lambda: None)
+        def check() -> int:
+            if self.nowhere:
+                raise Nowhere(-6, self.nowhere)
+            return 0
+
+        return SimpleNamespace(check=check, close=lambda: None)
 
     def run(self, rows: int) -> torch.Tensor:
         turn = self.turns[rows] = self.turns.get(rows, 0) + 1

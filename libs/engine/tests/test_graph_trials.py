@@ -1,8 +1,12 @@
 """Trials read and write nothing of the cache; their digest sees every bit."""
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 
+from pilotlight.engine.cuda import trials
 from pilotlight.engine.cuda.attention_metadata import NOWHERE, zeros_on
 from pilotlight.engine.cuda.graphs import SIZES
 from pilotlight.engine.cuda.static_words import StaticDecode
@@ -40,6 +44,20 @@ def test_every_row_of_a_trial_sees_itself_alone(rows: int, window_tokens: int | 
                 row for row in range(rows) for _ in range(1 + row % 2)
             )
     assert (static.static.words == 12345).all(), "the step under way has its words back"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 35])
+def test_a_digest_is_the_same_wherever_it_is_computed(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(rows, VOCAB).bfloat16()
+    bits = logits.view(torch.int16).numpy().astype(np.int64)
+    odd = np.arange(1, 2 * VOCAB, 2, dtype=np.int64) * np.int64(trials._MULTIPLIER)
+    sums = (bits * odd).sum(axis=1)
+    expected = hashlib.blake2b(sums.tobytes(), digest_size=32).hexdigest()
+    for host_rows in (0, 64):
+        monkeypatch.setattr(trials, "HOST_ROWS", host_rows)
+        assert digest_of(logits) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

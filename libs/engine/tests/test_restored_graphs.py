@@ -14,7 +14,7 @@ from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
 from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.restored import GraphsRefused
 from pilotlight.engine.errors import RestoreFailed
-from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
+from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
 from pilotlight.policy.materialized import Trial
 from pilotlight.policy.model import Stage
 
@@ -123,7 +123,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "a smaller pool": (lambda rig: setattr(rig.pool, "mapped_bytes", POOL_BYTES - 1), "pool"),
     "bytes": (unreadable, "graphs_digest"),
     "the archive": (opened_with(NativeError(-1, "cut off")), "archive"),
-    "an address of nothing": (opened_with(Nowhere(-6, "at 5")), "addresses"),
+    "an address of nothing": (lambda rig: setattr(rig.device, "nowhere", "at 5"), "addresses"),
     "another arena": (opened_with(AddressTaken(-2, "at 5")), "arena_address"),
     "a bug": (opened_with(ZeroDivisionError("oh")), "thread"),
     "sizes": (lambda rig: setattr(rig.device, "tags", (1, 2)), "sizes"),
@@ -210,3 +210,46 @@ def test_closing_waits_for_the_graph_that_is_made_and_makes_no_other(rig: Restor
     assert rig.device.built == [1]
     assert rig.device.closed
     assert rig.capture.closed
+
+
+def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) -> None:
+    opened, checked = threading.Event(), threading.Event()
+    rig.open = lambda: (opened.set(), rig.device)[1]
+    rig.device.check = lambda: (checked.set(), 0)[1]
+    rig.device.go()
+    plan = rig.begin(before=lambda: (opened.wait(DEADLINE_S), checked.is_set()))
+    assert rig.told_before == (True, False), "there is memory yet to come that graphs may name"
+    settled(rig)
+    assert list(plan.took_ms) == ["reserved", "opened", "first", "all"]
+    assert list(plan.took_ms.values()) == sorted(plan.took_ms.values())
+
+
+def test_a_stage_that_never_has_steps_ends_the_thread(rig: RestoredRig) -> None:
+    rig.begin(before=lambda: plan_of(rig).close())
+    settled(rig)
+    assert rig.device.built == []
+
+
+def plan_of(rig: RestoredRig) -> Any:
+    assert rig.plan is not None
+    return rig.plan
+
+
+def test_what_was_used_most_comes_first(rig: RestoredRig) -> None:
+    rig.uses = {4: 100, 2: 3, 512: 9}
+    rig.begin()
+    rig.device.go()
+    settled(rig)
+    assert rig.device.built == [4, 2, 1]
+
+
+def test_steps_of_each_size_are_counted(rig: RestoredRig) -> None:
+    plan = rig.begin()
+    assert plan.uses == {}
+    rig.graph_set.uses = {
+        Kind(WHOLE, 4): 7,
+        Kind(WHOLE, 2, prompt=True): 5,
+        Kind(Stage(0, 2), 1): 3,
+        Kind(WHOLE, 512): 1,
+    }
+    assert plan.uses == {4: 7}

@@ -8,7 +8,7 @@ import struct
 import pytest
 from graph_archives import NO_BITS, SHARED_BYTES, ImageMaker, archive, archive_of_all_kinds
 
-from pilotlight.native.graphs import add_image, prune_image, recorded_images
+from pilotlight.native.graphs import add_image, check_image, prune_image, recorded_images
 from pilotlight.native.library import NativeError, library
 from pilotlight.policy.graphs.restorable import Node, NotRestorable, require_restorable
 
@@ -48,6 +48,15 @@ class Parsed:
 
     def symbol(self, number):
         return self.symbols[number][0]
+
+
+def test_an_image_whose_tables_lie_outside_of_it_is_none():
+    image = ImageMaker(["kernel"]).image()
+    check_image(image)
+    check_image(prune_image(image, ["kernel"]))
+    for wrong in (b"", b"\x7fELF", image[:64], image[: len(image) // 2], b"x" + image[1:]):
+        with pytest.raises(NativeError, match="does not hold together"):
+            check_image(wrong)
 
 
 def test_only_what_is_used_stays_and_everything_is_renumbered():

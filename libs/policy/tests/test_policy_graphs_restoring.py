@@ -16,6 +16,7 @@ from pilotlight.policy.graphs.restoring import (
     ended,
     next_graph,
     size_of,
+    used,
 )
 
 SIZES = (1, 2, 4, 8, 16)
@@ -36,6 +37,13 @@ def test_the_needed_size_comes_first_and_the_rest_by_use() -> None:
     run, begun = ask(begun, 7, kernels_loaded=False)
     assert run is Run.WAIT
     assert all_of(begun) == [8, 1, 4, 16, 2]
+
+
+def test_what_ran_last_counts_twice_as_much_as_what_ran_before() -> None:
+    assert used({}, {8: 3}) == {8: 3}
+    assert used({1: 10, 8: 7}, {8: 1, 2: 4}) == {1: 5, 2: 4, 8: 4}
+    begun = Restoring(sizes=SIZES, uses=used({16: 10}, {4: 6}))
+    assert all_of(begun) == [4, 16, 1, 2, 8]
 
 
 def test_a_size_that_is_asked_for_goes_before_all_that_nobody_waits_for() -> None:

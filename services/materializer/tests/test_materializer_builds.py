@@ -47,14 +47,14 @@ from pilotlight.materializer.coordination import Upkeep
 from pilotlight.materializer.settings import MaterializerSettings
 from pilotlight.policy.ids import Digest, WorkerId
 from pilotlight.policy.materialized import (
+    COMPILE_CACHE,
     GRAPHS,
-    MAX_GRAPHS_BYTES,
     Artifact,
     Blob,
     Canary,
+    CompiledFor,
     DecodeTime,
     GraphLayout,
-    GraphPlace,
     Layout,
     PrefillTime,
     Profile,
@@ -337,31 +337,31 @@ async def test_auto_is_built_for_each_new_environment(rig: Rig, owner: Any) -> N
     assert other.fingerprint != one.fingerprint
 
 
-async def test_graphs_are_listed_signed_and_collected_with_their_manifest(
-    rig: Rig, owner: Any
+@pytest.mark.parametrize("kind", [GRAPHS, COMPILE_CACHE])
+async def test_blobs_are_listed_signed_and_collected_with_their_manifest(
+    rig: Rig, owner: Any, kind: str
 ) -> None:
-    one = await claimed(rig)
-    graphs = b"graphs" * 100
-    blob = Blob(kind=GRAPHS, digest=Digest(blake3(graphs).hexdigest()), size_bytes=len(graphs))
-    logits = GraphPlace(name="logits", address=7)
-    layout = GraphLayout(slot=3, places=(logits,), pool_bytes=9, trials=())
+    one, data = await claimed(rig), b"archive" * 100
+    layout = GraphLayout(slot=3, places=(), pool_bytes=9, trials=())
+    made_for = CompiledFor(compiler="triton", processor="sm_90", python=".so", libc="2")
+    facts: dict[str, Any] = {"graphs": layout} if kind == GRAPHS else {"compiled": made_for}
+    blob = Blob(kind=kind, digest=Digest(blake3(data).hexdigest()), size_bytes=len(data))
     assert await rig.report(one, blobs=(blob.digest,))
     key = artifact_key(blob.digest)
-    await rig.store.put_if_absent(key, graphs)
-    for changes in ({"graphs": layout}, {"blobs": (blob,)}):
+    await rig.store.put_if_absent(key, data)
+    for changes in (facts, {"blobs": (blob,)}):
         with pytest.raises(CallerError, match="or neither"):
             await rig.finish(one, **changes)
-    large = replace(blob, size_bytes=MAX_GRAPHS_BYTES + 1)
+    large = replace(blob, size_bytes=blob.most_bytes + 1)
     with pytest.raises(CallerError, match="at most"):
-        await rig.finish(one, blobs=(large,), graphs=layout)
-    await rig.finish(one, blobs=(blob,), graphs=layout)
+        await rig.finish(one, blobs=(large,), **facts)
+    await rig.finish(one, blobs=(blob,), **facts)
     message = FindArtifacts(fingerprint=one.fingerprint.digest)
     found = await rig.bus.request(
         FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S
     )
     listed = {info.kind: info.blob_digest for info in found.artifacts}
-    assert listed.keys() == {"manifest", GRAPHS}
-    assert listed[GRAPHS] == blob.digest
+    assert listed == {"manifest": listed["manifest"], kind: blob.digest}
     await rig.upkeep.once()
     assert await rig.store.exists(key), "what is listed stays"
     with owner.begin() as connection:

@@ -13,13 +13,21 @@ from pilotlight.common.errors import RestoreFailed as RestoreFailedError
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.engine import EngineUp
-from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
+from pilotlight.common.messages.graphs import (
+    GraphsRecorded,
+    KernelsRecorded,
+    Precomputed,
+    StageGraphs,
+    StageKernels,
+)
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import (
+    COMPILE_CACHE,
     GRAPHS,
     Artifact,
     Blob,
+    CompiledFor,
     Fingerprint,
     GraphLayout,
     GraphPlace,
@@ -28,12 +36,18 @@ from pilotlight.policy.materialized import (
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_session import BuildSession, Outcome
 from pilotlight.worker.build_steps import Built, build
+from pilotlight.worker.build_tour import tour
 
 pytestmark = pytest.mark.anyio
 
 ON_GPU = replace(HERE, device_kind=DeviceKind.CUDA)
 ARCHIVE = b"archive of graphs"
 BLOB = Blob(kind=GRAPHS, digest=Digest(blake3(ARCHIVE).hexdigest()), size_bytes=len(ARCHIVE))
+KERNELS = b"archive of kernels"
+KERNELS_BLOB = Blob(
+    kind=COMPILE_CACHE, digest=Digest(blake3(KERNELS).hexdigest()), size_bytes=len(KERNELS)
+)
+MADE_FOR = CompiledFor(compiler="triton 3.6.0", processor="sm_90", python=".so", libc="2.39")
 LAYOUT = GraphLayout(
     slot=3,
     places=(GraphPlace(name="logits", address=1),),
@@ -45,8 +59,11 @@ LAYOUT = GraphLayout(
 class Session:
     """One engine of a build."""
 
-    def __init__(self, engines: "Engines", record_images: bool) -> None:
+    def __init__(self, engines: "Engines", record_images: bool, note_kernels: bool) -> None:
         self.engines, self.record_images = engines, record_images
+        self.note_kernels = note_kernels
+        self.kernels: StageKernels | None = None
+        self.precomputed = Precomputed()
         self.recorded: GraphsRecorded | None = None
         self.graphs: StageGraphs | None = None
 
@@ -63,9 +80,18 @@ class Session:
         artifact: bytes = b"",
         graphs: str = "",
         record: str = "",
+        precomputed: Precomputed | None = None,
     ) -> int:
         engines = self.engines
         assert bool(record) == self.record_images
+        self.precomputed = precomputed or Precomputed()
+        assert bool(self.precomputed.record_kernels) == self.note_kernels
+        if self.precomputed.record_kernels:
+            _write(self.precomputed.record_kernels, engines.writes_kernels)
+        if self.precomputed.kernels:
+            assert self.precomputed.only
+            engines.kernels_read.append(_read(self.precomputed.kernels))
+            self.kernels = engines.kernels_restored
         if record:
             if engines.fails is not None:
                 raise engines.fails
@@ -76,12 +102,22 @@ class Session:
             self.graphs = engines.restored
             if engines.proof_fails is not None:
                 raise engines.proof_fails
-        engines.loads.append("record" if record else "graphs" if graphs else "plain")
+        parts = ["record"] if record else ["graphs"] if graphs else []
+        parts += ["kernels"] if self.precomputed.kernels else []
+        engines.loads.append(" ".join(parts) or "plain")
         return 4096
 
-    async def run(self, prompts: Any, max_tokens: int) -> Outcome:
-        outputs = {str(index): [7] * max_tokens for index in range(len(prompts))}
-        return Outcome(outputs, [(len(prompts), 0.01)])
+    async def run(self, prompts: Any, max_tokens: int, later: Any = ()) -> Outcome:
+        engines, count = self.engines, len(prompts) + len(later)
+        engines.batches.append(tuple(len(prompt) for prompt in (*prompts, *later)))
+        if engines.tour_fails is not None and count > 100:
+            raise engines.tour_fails
+        token = engines.wrong if self.precomputed.kernels and engines.wrong else 7
+        outputs = {str(index): [token] * max_tokens for index in range(count)}
+        return Outcome(outputs, [(count, 0.01)])
+
+    async def unload(self) -> KernelsRecorded | None:
+        return self.engines.kernels if self.note_kernels else KernelsRecorded(compiled=("_gemv",))
 
 
 def _write(path: str, data: bytes) -> None:
@@ -98,6 +134,14 @@ class Engines:
     def __init__(self) -> None:
         self.open = 0
         self.graphs = True
+        self.batches: list[tuple[int, ...]] = []
+        self.kernels_read: list[bytes] = []
+        self.writes_kernels = KERNELS
+        self.kernels: KernelsRecorded | None = KernelsRecorded(made_for=MADE_FOR, blob=KERNELS_BLOB)
+        self.kernels_restored = StageKernels(instance_id=InstanceId("build"), restored=3)
+        self.tour_fails: PilotlightError | None = None
+        self.wrong = 0
+        """The token that restored kernels give."""
         self.loads: list[str] = []
         self.read: list[bytes] = []
         self.writes = ARCHIVE
@@ -106,9 +150,9 @@ class Engines:
         self.fails: PilotlightError | None = None
         self.proof_fails: PilotlightError | None = None
 
-    def session(self, *, record_images: bool = False) -> BuildSession:
+    def session(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
         self.open += 1
-        return cast("BuildSession", Session(self, record_images))
+        return cast("BuildSession", Session(self, record_images, note_kernels))
 
     async def build(self, model: Model) -> tuple[Built, Artifact]:
         claimed = ClaimedBuild(
@@ -127,10 +171,11 @@ class Engines:
 async def test_graphs_are_recorded_in_one_engine_and_proved_in_another(model: Model) -> None:
     engines = Engines()
     built, artifact = await engines.build(model)
-    assert engines.loads == ["plain", "record", "graphs"]
+    assert engines.loads == ["plain", "record", "graphs kernels"]
     assert engines.read == [ARCHIVE]
-    assert built.archives == {BLOB.digest: ARCHIVE}
-    assert (artifact.graphs, artifact.blobs, artifact.graphs_refused) == (LAYOUT, (BLOB,), "")
+    assert built.archives == {BLOB.digest: ARCHIVE, KERNELS_BLOB.digest: KERNELS}
+    assert (artifact.graphs, artifact.graphs_refused) == (LAYOUT, "")
+    assert artifact.blobs == (KERNELS_BLOB, BLOB)
 
 
 async def test_an_artifact_has_no_graphs_unless_they_are_wanted(model: Model) -> None:
@@ -139,6 +184,7 @@ async def test_an_artifact_has_no_graphs_unless_they_are_wanted(model: Model) ->
     built, artifact = await engines.build(model)
     assert engines.loads == ["plain", "plain"]
     assert (built.archives, artifact.graphs, artifact.graphs_refused) == ({}, None, "")
+    assert (artifact.compiled, artifact.compiled_refused) == (None, "")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -161,6 +207,46 @@ async def test_an_artifact_goes_without_graphs_that_are_not_proved_and_says_why(
     for name, value in WAYS[field].items():
         setattr(engines, name, value)
     built, artifact = await engines.build(model)
-    assert engines.loads[-1] == "plain", "it is proved without them"
-    assert built.archives == {}
-    assert (artifact.graphs, artifact.blobs, artifact.graphs_refused) == (None, (), field)
+    assert engines.loads[-1] == "kernels", "it is proved without them"
+    assert built.archives == {KERNELS_BLOB.digest: KERNELS}
+    assert (artifact.graphs, artifact.graphs_refused) == (None, field)
+    assert (artifact.blobs, artifact.compiled) == ((KERNELS_BLOB,), MADE_FOR)
+
+
+async def test_kernels_are_of_a_tour_and_proved_where_there_are_no_others(model: Model) -> None:
+    engines = Engines()
+    _, artifact = await engines.build(model)
+    assert (artifact.compiled, artifact.compiled_refused) == (MADE_FOR, "")
+    assert engines.kernels_read == [KERNELS]
+    steps = [(*step.prompts, *step.later) for step in tour(model.spec.max_context_tokens, 4096)]
+    assert len(steps) > 10
+    count, ran = len(steps), engines.batches
+    begun = [at for at in range(len(ran)) if ran[at : at + count] == steps]
+    assert len(begun) == 2, "before they are written down, and where there are no others"
+
+
+KERNEL_WAYS: dict[str, dict[str, Any]] = {
+    "cache_manager": {"kernels": KernelsRecorded(refused="cache_manager", message="elsewhere")},
+    "compile_cache_digest": {"writes_kernels": KERNELS[:-1] + b"x"},
+    "compile_cache_size": {"writes_kernels": KERNELS[:-1]},
+    "engine": {"kernels": None},
+    "engine_failed": {"tour_fails": EngineFailed("a prompt was refused")},
+    "libc": {
+        "kernels_restored": StageKernels(instance_id=InstanceId("build"), refused="libc"),
+    },
+    "restore_failed": {"wrong": 8},
+}
+
+
+@pytest.mark.parametrize("field", KERNEL_WAYS)
+async def test_an_artifact_goes_without_kernels_that_are_not_proved_and_says_why(
+    model: Model, field: str
+) -> None:
+    engines = Engines()
+    for name, value in KERNEL_WAYS[field].items():
+        setattr(engines, name, value)
+    built, artifact = await engines.build(model)
+    assert (artifact.compiled, artifact.compiled_refused) == (None, field)
+    assert KERNELS_BLOB.digest not in built.archives
+    assert KERNELS_BLOB not in artifact.blobs
+    assert "kernels" not in engines.loads[-1]

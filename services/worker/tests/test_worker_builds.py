@@ -141,7 +141,7 @@ async def builds(
         rig.worker.core,
         lambda: rig.worker.stages.held,
         leases,
-        lambda *, record_images: ProcessEngine(replace(options, record_images=record_images)),
+        lambda **made_for: ProcessEngine(replace(options, **made_for)),
         artifacts,
         materializer.store,
         0.01,

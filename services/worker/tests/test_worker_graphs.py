@@ -279,7 +279,7 @@ def test_a_child_tells_what_becomes_of_graphs_when_it_changes(
 ) -> None:
     rig = RestoredRig()
     monkeypatch.setattr(
-        "pilotlight.engine.cuda.restored.RestoredGraphs", lambda layout, read: rig.begin()
+        "pilotlight.engine.cuda.restored.RestoredGraphs", lambda layout, read, uses: rig.begin()
     )
     plans = GraphPlans()
     artifact = replace(with_graphs(model), graphs=rig.layout)

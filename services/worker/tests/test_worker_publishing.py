@@ -134,7 +134,7 @@ async def built(
     artifacts = rig.worker.artifacts
     assert artifacts is not None
 
-    def make_engine(*, record_images: bool) -> Any:
+    def make_engine(*, record_images: bool, note_kernels: bool) -> Any:
         raise AssertionError("nothing is built with an engine here")
 
     builds = Builds(

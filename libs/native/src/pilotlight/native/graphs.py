@@ -96,6 +96,16 @@ def recorded_images() -> tuple[int, int]:
     return library().get("images_count", pointer), num_bytes()
 
 
+def check_image(image: bytes) -> None:
+    """Looks whether an image's own tables lie in it: the driver is given no length, and believes
+    them.
+
+    Raises:
+        NativeError: they do not.
+    """
+    library().call("image_check", image, len(image))
+
+
 def prune_image(image: bytes, keep: Iterable[str]) -> bytes:
     """A kernel image without the code of all kernels but those named.
 
@@ -174,6 +184,8 @@ class GraphArchive:
             NativeError: it does not hold together.
         """
         self._library = device.library
+        self._bytes = archive
+        """The library reads them for as long as it is open."""
         (pointer, handle), (count, num_graphs) = out(c_void_p), out(c_uint64)
         self._library.call(
             "archive_open", device.context, archive, len(archive), arena.address, pointer, count

@@ -60,6 +60,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "images_record": (c_int, (c_char_p,)),
     "images_add": (c_int, (c_char_p, c_uint64, c_uint64)),
     "images_count": (c_int, (_U64,)),
+    "image_check": (c_int, (c_char_p, c_uint64)),
     "image_prune": (c_int, (c_char_p, c_uint64, c_char_p, c_uint64, c_char_p, c_uint64, _U64)),
     "graphs_dump": (
         c_int,

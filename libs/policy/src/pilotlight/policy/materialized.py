@@ -20,6 +20,11 @@ GRAPHS = "graphs"
 """The kind of blob that holds captured steps and their kernels."""
 MAX_GRAPHS_BYTES = 128 << 20
 """Of such a blob. 35 graphs of 600 nodes with the kernels that they use have some 20 MiB."""
+COMPILE_CACHE = "compile_cache"
+"""The kind of blob that holds what the kernels' compiler made."""
+MAX_COMPILE_CACHE_BYTES = 64 << 20
+"""Of such a blob. A model has some 20 kernels of tens of kilobytes."""
+_MOST_BYTES = {GRAPHS: MAX_GRAPHS_BYTES, COMPILE_CACHE: MAX_COMPILE_CACHE_BYTES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ class Fingerprint:
         return Digest(hashlib.blake2b(text.encode(), digest_size=32).hexdigest())
 
 
-_Facts = TypeVar("_Facts", Fingerprint, Environment)
+_Facts = TypeVar("_Facts", "Fingerprint", "Environment", "CompiledFor")
 
 
 def first_difference(ours: Fingerprint, theirs: Fingerprint) -> str | None:
@@ -161,6 +166,11 @@ class Blob:
     digest: Digest
     size_bytes: int
 
+    @property
+    def most_bytes(self) -> int:
+        """That an engine reads of its kind; 0 of a kind that engines do not read."""
+        return _MOST_BYTES.get(self.kind, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -217,6 +227,26 @@ class GraphLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledFor:
+    """What compiled kernels fit, beside their artifact's fingerprint: the parts of it that decide
+    whether the compiler finds them, and whether the machine takes them.
+    """
+
+    compiler: str
+    """Name and version."""
+    processor: str
+    """Of the device."""
+    python: str
+    """How its extensions end: what launches kernels is one."""
+    libc: str
+    """Which that is linked to."""
+
+    def differs(self, other: "CompiledFor") -> str | None:
+        """The name of the first field that differs; None: they are equal."""
+        return _differs(self, other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     """The manifest of one artifact."""
 
@@ -226,13 +256,25 @@ class Artifact:
     profile: Profile
     canary: Canary
     blobs: tuple[Blob, ...] = ()
-    """Graphs with their kernels; none where nothing is captured."""
+    """Graphs with their kernels, and compiled kernels; none where nothing is captured."""
     graphs: GraphLayout | None = None
     """Of the graphs, where there are any."""
     graphs_refused: str = ""
     """Why there are none on a device that could have them, by name."""
+    compiled: CompiledFor | None = None
+    """Of the compiled kernels, where there are any."""
+    compiled_refused: str = ""
+    """Why there are none on a device whose kernels are compiled, by name."""
 
     @property
     def graphs_blob(self) -> Blob | None:
         """The graphs' object."""
-        return next((one for one in self.blobs if one.kind == GRAPHS), None)
+        return self._blob(GRAPHS)
+
+    @property
+    def compiled_blob(self) -> Blob | None:
+        """The compiled kernels' object."""
+        return self._blob(COMPILE_CACHE)
+
+    def _blob(self, kind: str) -> Blob | None:
+        return next((one for one in self.blobs if one.kind == kind), None)

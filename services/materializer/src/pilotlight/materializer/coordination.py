@@ -39,7 +39,7 @@ from pilotlight.materializer.builds import MANIFEST, BuildRepository
 from pilotlight.materializer.handlers import KINDS
 from pilotlight.policy.builds import KeepRules, collected, next_build
 from pilotlight.policy.ids import Digest
-from pilotlight.policy.materialized import FORMAT, GRAPHS, MAX_GRAPHS_BYTES, Artifact, Blob
+from pilotlight.policy.materialized import FORMAT, Artifact, Blob
 
 log = structlog.get_logger()
 
@@ -161,14 +161,18 @@ class Coordination:
         for one in artifact.blobs:
             if one.kind not in KINDS or one.kind == MANIFEST or not _is_digest(one.digest):
                 raise BadRequest(f"a manifest names no {one.kind!r}", param="blobs")
-            if one.kind == GRAPHS and one.size_bytes > MAX_GRAPHS_BYTES:
+            if 0 < one.most_bytes < one.size_bytes:
                 raise BadRequest(
-                    f"graphs have {one.size_bytes} bytes, and {MAX_GRAPHS_BYTES} at most",
+                    f"{one.kind} has {one.size_bytes} bytes, and {one.most_bytes} at most",
                     param="blobs",
                 )
             await self._checked(one)
         if (artifact.graphs is None) != (artifact.graphs_blob is None):
             raise BadRequest("a manifest has graphs and their layout, or neither", param="blobs")
+        if (artifact.compiled is None) != (artifact.compiled_blob is None):
+            raise BadRequest(
+                "a manifest has compiled kernels and what they fit, or neither", param="blobs"
+            )
         infos = [self._signed(finished.fingerprint, one) for one in (blob, *artifact.blobs)]
         if not await self._repository.finish(finished, artifact, infos):
             raise Conflict(

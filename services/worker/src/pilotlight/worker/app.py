@@ -165,8 +165,8 @@ class _Builder:
             faults="",
         )
 
-        def make_engine(*, record_images: bool) -> EngineClient:
-            made_for = replace(options, record_images=record_images)
+        def make_engine(*, record_images: bool, note_kernels: bool) -> EngineClient:
+            made_for = replace(options, record_images=record_images, note_kernels=note_kernels)
             return ProcessEngine(made_for, clock=context.clock)
 
         return Builds(

@@ -8,7 +8,7 @@ start computes everything itself.
 import asyncio
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from blake3 import blake3
@@ -24,10 +24,11 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event, event_subject
-from pilotlight.common.messages.graphs import StageGraphs
+from pilotlight.common.messages.graphs import StageGraphs, StageKernels
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
+from pilotlight.policy.graphs.restoring import used
 from pilotlight.policy.ids import Digest, InstanceId, ModelName
 from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
 from pilotlight.worker.core import WorkerCore
@@ -40,6 +41,10 @@ FIND_S = 0.5
 """A start waits no longer than this for its artifact."""
 GRAPHS_S = 0.3
 """And no longer for its graphs, which come behind it: captured ones cost 10 ms each."""
+KERNELS_S = 1.0
+"""And for its compiled kernels: compiling them takes seconds."""
+SUSPECTED = 2
+"""Engines that ended before an artifact's kernels had given a token: then they are not used."""
 REMEMBERED = 64
 """Manifests that are kept, of a few kilobytes each."""
 MAX_MANIFEST_BYTES = 1 << 20
@@ -101,6 +106,10 @@ class _Stage:
     model: ModelName
     counted: bool = False
     """Its graphs come back."""
+    refused: bool = False
+    """Its graphs do not."""
+    unsettled: bool = False
+    """It has compiled kernels that have given nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,10 @@ class Found:
     """As it was signed; empty: there is none that is valid."""
     graphs: str = ""
     """Where its archive of graphs is; empty: it has none, or it is not here yet."""
+    kernels: str = ""
+    """The same of its compiled kernels."""
+    uses: dict[int, int] = field(default_factory=dict[int, int])
+    """How often steps of each size of graph ran when the model was here before."""
 
 
 class Artifacts:
@@ -125,7 +138,7 @@ class Artifacts:
             core: the worker's.
             store: where artifacts lie.
             cluster_key: their signatures'; without it nothing is found, for none can be checked.
-            graphs: engines restore those of artifacts.
+            graphs: engines restore those of artifacts, and their compiled kernels.
         """
         self._with_graphs = graphs
         self._core = core
@@ -138,7 +151,11 @@ class Artifacts:
         self._files = GraphFiles()
         self._fetching: dict[Digest, asyncio.Task[None]] = {}
         self._stages: OrderedDict[InstanceId, _Stage] = OrderedDict()
-        """Those that were told where their graphs are."""
+        """Those that were told where their graphs or kernels are."""
+        self._uses: OrderedDict[Digest, dict[int, int]] = OrderedDict()
+        """By fingerprint, of stages that have gone."""
+        self._suspected: dict[Digest, int] = {}
+        """Engines that ended with an artifact's kernels unsettled."""
 
     async def of(self, hold: Hold) -> Found:
         """What a stage is restored from."""
@@ -159,23 +176,52 @@ class Artifacts:
         self._remember(digest, known)
         self._given.add(digest)
         self._count("found")
-        return Found(known, await self._graphs_of(hold, digest, known))
+        if not self._with_graphs:
+            return Found(known)
+        graphs, kernels = await self._files_of(hold, digest, known)
+        return Found(known, graphs, kernels, self._uses.get(digest, {}))
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""
         self._files.close()
+
+    def on_restored(self, told: StageGraphs | StageKernels) -> None:
+        """An engine says what became of what a stage is restored from."""
+        if isinstance(told, StageGraphs):
+            self.on_graphs(told)
+        else:
+            self.on_kernels(told)
 
     def on_graphs(self, told: StageGraphs) -> None:
         """An engine says how far the graphs of a stage are."""
         stage = self._stages.get(told.instance_id)
         if stage is None:
             return
-        if told.refused:
-            del self._stages[told.instance_id]
+        if told.uses:
+            digest = self._stages.pop(told.instance_id).fingerprint
+            self._uses[digest] = used(self._uses.pop(digest, {}), told.uses)
+            while len(self._uses) > REMEMBERED:
+                self._uses.popitem(last=False)
+        elif told.refused and not stage.refused:
+            stage.refused = True
             self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)
         elif told.ready and not stage.counted:
             stage.counted = True
             self._count("graphs")
+
+    def on_kernels(self, told: StageKernels) -> None:
+        """An engine says what became of the compiled kernels of a stage."""
+        stage = self._stages.get(told.instance_id)
+        if stage is None:
+            return
+        if told.settled:
+            stage.unsettled = False
+            self._suspected.pop(stage.fingerprint, None)
+        elif told.refused:
+            stage.unsettled = False
+            self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)
+        else:
+            self._count("kernels")
 
     def on_engine_died(self, code: str) -> None:
         """The engine has ended.
@@ -183,6 +229,15 @@ class Artifacts:
         If a restore ended it, what it was restored from is not used again.
         """
         given, self._given = self._given, set()
+        for instance_id, stage in self._stages.items():
+            if stage.unsettled:
+                times = self._suspected[stage.fingerprint] = 1 + self._suspected.get(
+                    stage.fingerprint, 0
+                )
+                if times == SUSPECTED:
+                    self._refuse(stage.fingerprint, stage.model, instance_id, "engine_died")
+        while len(self._suspected) > REMEMBERED:
+            del self._suspected[next(iter(self._suspected))]
         self._stages.clear()
         if code != RestoreFailed.code:
             return
@@ -198,6 +253,7 @@ class Artifacts:
         """An artifact was built anew: it is looked for again."""
         self._known.pop(digest, None)
         self._distrusted.pop(digest, None)
+        self._suspected.pop(digest, None)
 
     async def _look(self, hold: Hold, wanted: Fingerprint, key: bytes) -> bytes:
         try:
@@ -225,33 +281,46 @@ class Artifacts:
         checked(info, data, wanted, key)
         return data
 
-    async def _graphs_of(self, hold: Hold, digest: Digest, manifest: bytes) -> str:
-        """Where the graphs of an artifact are; empty where they are not here in time: then they are
-        for the next start.
-        """
-        if not self._with_graphs:
-            return ""
+    async def _files_of(self, hold: Hold, digest: Digest, manifest: bytes) -> tuple[str, str]:
+        """Where the graphs of an artifact are, and its compiled kernels."""
         artifact = decode_json(manifest, Artifact)
-        blob = artifact.graphs_blob
-        if blob is None or artifact.graphs is None:
+        graphs = artifact.graphs_blob if artifact.graphs is not None else None
+        kernels = artifact.compiled_blob if artifact.compiled is not None else None
+        if self._suspected.get(digest, 0) >= SUSPECTED:
+            kernels = None
+        found = await asyncio.gather(
+            self._file_of(hold, digest, graphs, "graphs", GRAPHS_S),
+            self._file_of(hold, digest, kernels, "kernels", KERNELS_S),
+        )
+        if any(found):
+            self._stages[hold.instance_id] = _Stage(
+                digest, hold.model.name, unsettled=bool(found[1])
+            )
+            while len(self._stages) > REMEMBERED:
+                self._stages.popitem(last=False)
+        return found
+
+    async def _file_of(
+        self, hold: Hold, digest: Digest, blob: Blob | None, name: str, wait_s: float
+    ) -> str:
+        """Where an archive is; empty where it is not here in time: then it is for the next
+        start.
+        """
+        if blob is None:
             return ""
         path = self._files.path_of(blob)
         if not path:
             fetching = self._fetching.get(blob.digest)
             if fetching is None:
                 fetching = self._core.background.spawn(
-                    f"graphs of {hold.model.name}", self._fetch(hold, digest, blob)
+                    f"{name} of {hold.model.name}", self._fetch(hold, digest, blob)
                 )
                 self._fetching[blob.digest] = fetching
             with suppress(PilotlightError):
-                await within(GRAPHS_S, asyncio.shield(fetching), "fetching graphs")
+                await within(wait_s, asyncio.shield(fetching), f"fetching {name}")
             path = self._files.path_of(blob)
         if not path:
-            self._count("graphs_late")
-            return ""
-        self._stages[hold.instance_id] = _Stage(digest, hold.model.name)
-        while len(self._stages) > REMEMBERED:
-            self._stages.popitem(last=False)
+            self._count(f"{name}_late")
         return path
 
     async def _fetch(self, hold: Hold, digest: Digest, blob: Blob) -> None:
@@ -260,7 +329,9 @@ class Artifacts:
         except WrongArchive as wrong:
             self._refuse(digest, hold.model.name, hold.instance_id, wrong.field)
         except (PilotlightError, OSError) as error:
-            log.warning("no graphs", action="graphs_unreachable", error=str(error))
+            log.warning(
+                "no archive", action="archive_unreachable", kind=blob.kind, error=str(error)
+            )
         finally:
             del self._fetching[blob.digest]
 

@@ -1,7 +1,7 @@
 """One engine child of a build: a model loaded into it, prompts run through it, what that took."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pilotlight.common.errors import EngineFailed, error_of
@@ -13,9 +13,17 @@ from pilotlight.common.messages.engine import (
     StageFailed,
     StageLoaded,
     StageOpened,
+    StageUnloaded,
     StepDone,
+    UnloadStage,
 )
-from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
+from pilotlight.common.messages.graphs import (
+    GraphsRecorded,
+    KernelsRecorded,
+    Precomputed,
+    StageGraphs,
+    StageKernels,
+)
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
 from pilotlight.policy.model import Model
@@ -56,6 +64,8 @@ class BuildSession:
         """What came of ``load`` with ``record``."""
         self.graphs: StageGraphs | None = None
         """What the engine said last of graphs that it restores."""
+        self.kernels: StageKernels | None = None
+        """The same of compiled kernels."""
 
     async def start(self) -> EngineUp:
         """Start the engine.
@@ -76,6 +86,7 @@ class BuildSession:
         artifact: bytes = b"",
         graphs: str = "",
         record: str = "",
+        precomputed: Precomputed | None = None,
     ) -> int:
         """Load all of a model.
 
@@ -85,6 +96,7 @@ class BuildSession:
             artifact: what it is restored from.
             graphs: where its archive of graphs is, all of which are proved.
             record: where an archive of graphs is to be written.
+            precomputed: what there is of compiled kernels; None: nothing.
 
         Returns:
             Room for tokens.
@@ -106,6 +118,7 @@ class BuildSession:
                     graphs=graphs,
                     prove=bool(graphs),
                     record=record,
+                    precomputed=precomputed or Precomputed(),
                 )
             )
             loading = asyncio.create_task(self._loaded(), name="loading for a build")
@@ -118,8 +131,27 @@ class BuildSession:
             finally:
                 await cancel_all((loading, feeding))
 
-    async def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Outcome:
+    async def unload(self) -> KernelsRecorded | None:
+        """Let the model go; what came of its compiled kernels, if that was asked for.
+
+        Raises:
+            EngineFailed: the engine ended.
+        """
+        await self._engine.unload_stage(UnloadStage(instance_id=INSTANCE))
+        while True:
+            event = await self._next()
+            if isinstance(event, StageUnloaded):
+                return event.kernels
+
+    async def run(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, later: Sequence[Sequence[int]] = ()
+    ) -> Outcome:
         """Run prompts together to their ends, with the most probable tokens.
+
+        Args:
+            prompts: that are there from the beginning.
+            max_tokens: of each output.
+            later: those that come when the first token is there.
 
         Raises:
             EngineFailed: the engine ended, or refused one.
@@ -127,9 +159,22 @@ class BuildSession:
         self._runs += 1
         outcome = Outcome()
         sampling = Sampling(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        names = [f"build-{self._runs}-{index}" for index in range(len(prompts))]
-        for name, prompt in zip(names, prompts, strict=True):
-            outcome.outputs[name] = []
+        names = [f"build-{self._runs}-{index}" for index in range(len(prompts) + len(later))]
+        outcome.outputs = {name: [] for name in names}
+        first, rest = names[: len(prompts)], names[len(prompts) :]
+        await self._add(dict(zip(first, prompts, strict=True)), sampling)
+        left = set(names)
+        while left:
+            event = await self._next()
+            if isinstance(event, StepDone):
+                left -= _note(event, outcome)
+                if rest and any(outcome.outputs.values()):
+                    await self._add(dict(zip(rest, later, strict=True)), sampling)
+                    rest = []
+        return outcome
+
+    async def _add(self, prompts: Mapping[str, Sequence[int]], sampling: Sampling) -> None:
+        for name, prompt in prompts.items():
             await self._engine.run(
                 Run(
                     request_id=RequestId(name),
@@ -140,12 +185,6 @@ class BuildSession:
                     sampling=sampling,
                 )
             )
-        left = set(names)
-        while left:
-            event = await self._next()
-            if isinstance(event, StepDone):
-                left -= _note(event, outcome)
-        return outcome
 
     async def _feed(self, lease: PartLease) -> None:
         frames = aiter(lease)
@@ -175,6 +214,8 @@ class BuildSession:
             raise error_of(event.code, f"the engine of the build ended: {event.reason}")
         if isinstance(event, StageGraphs):
             self.graphs = event
+        if isinstance(event, StageKernels) and not event.settled:
+            self.kernels = event
         return event
 
 

@@ -1,5 +1,5 @@
-"""What a build does: a profile and a canary in one engine, graphs in a second one where the device
-has any, and the proof of all in a last one.
+"""What a build does: a profile, a canary and compiled kernels in one engine, graphs in a second one
+where the device has any, and the proof of all in a last one.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,12 +12,21 @@ import structlog
 from pilotlight.common.errors import EngineFailed, PilotlightError, RestoreFailed
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import encode_json
+from pilotlight.common.messages.graphs import (
+    GraphsRecorded,
+    KernelsRecorded,
+    Precomputed,
+    StageKernels,
+)
 from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import (
+    COMPILE_CACHE,
     FORMAT,
+    GRAPHS,
     Artifact,
+    Blob,
     Canary,
     DecodeTime,
     Layout,
@@ -26,6 +35,7 @@ from pilotlight.policy.materialized import (
 )
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_session import BuildSession, Outcome
+from pilotlight.worker.build_tour import tour
 from pilotlight.worker.graph_files import GraphFile, WrongArchive
 
 log = structlog.get_logger()
@@ -45,8 +55,8 @@ Told = Callable[[str, float], Awaitable[None]]
 class MakeSession(Protocol):
     """Makes an engine for one step of a build, not started."""
 
-    def __call__(self, *, record_images: bool = False) -> BuildSession:
-        """``record_images``: of kernels; the engine is slower for it."""
+    def __call__(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
+        """See ``ChildOptions``; the engine is slower with images."""
         ...
 
 
@@ -57,6 +67,57 @@ class Built:
     manifest: bytes
     archives: dict[Digest, bytes] = field(default_factory=dict[Digest, bytes])
     """Objects that the manifest names."""
+
+
+class LeftOut(Exception):
+    """An artifact has no blob of a kind; ``field`` says why, by name."""
+
+    def __init__(self, kind: str, field: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.field = field
+
+
+class _Files:
+    """The archives of one build, where its engines can read and write them."""
+
+    def __init__(self) -> None:
+        self._files = {kind: GraphFile() for kind in (COMPILE_CACHE, GRAPHS)}
+        self.archives: dict[Digest, bytes] = {}
+
+    def path(self, kind: str) -> str:
+        return self._files[kind].path
+
+    def written(self, recorded: GraphsRecorded | KernelsRecorded | None, kind: str) -> Blob:
+        """An engine has written an archive: nobody does any more.
+
+        Raises:
+            LeftOut: it did not.
+        """
+        if recorded is None:
+            raise LeftOut(kind, "engine", "it recorded nothing")
+        if recorded.blob is None:
+            raise LeftOut(kind, recorded.refused, recorded.message)
+        self._files[kind].seal()
+        try:
+            self.archives[recorded.blob.digest] = self._files[kind].read(recorded.blob)
+        except WrongArchive as error:
+            raise LeftOut(kind, error.field, "it is not what the engine wrote") from error
+        return recorded.blob
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """What all steps of one build go by."""
+
+    model: Model
+    make_session: MakeSession
+    told: Told
+    files: _Files
 
 
 def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
@@ -73,26 +134,50 @@ async def build(
         claimed: the model, and the environment.
         make_session: makes an engine, not started.
         told: is told what comes next.
-        graphs: it has some, if the device has any.
+        graphs: it has some, and compiled kernels, if the device has any.
 
     Raises:
         RestoreFailed: the second engine does not compute what the first one did.
         PilotlightError: it cannot be built.
     """
-    model = claimed.model
-    device_bytes = needed_bytes(model)
-    session = make_session()
+    on_gpu = claimed.fingerprint.environment.device_kind is DeviceKind.CUDA
+    files = _Files()
+    work = _Build(claimed.model, make_session, told, files)
     try:
-        await told("start", 0.0)
+        artifact = await _first(work, claimed, kernels=graphs and on_gpu)
+        if graphs and on_gpu:
+            await told("graphs", 0.72)
+            artifact = await _with_graphs(work, artifact)
+        return await _finished(work, artifact)
+    finally:
+        files.close()
+
+
+async def _first(work: _Build, claimed: ClaimedBuild, *, kernels: bool) -> Artifact:
+    """What one engine comes to: layout, profile and canary, and the kernels that it compiled.
+
+    Raises:
+        PilotlightError: the model does not run.
+    """
+    model, device_bytes = work.model, needed_bytes(work.model)
+    session, recorded = work.make_session(note_kernels=kernels), None
+    try:
+        await work.told("start", 0.0)
         up = await session.start()
         if up.environment != claimed.fingerprint.environment:
             raise EngineFailed("the engine of the build runs in another environment")
-        await told("load", 0.2)
-        room_tokens = await session.load(model, device_bytes)
-        profile = await _profile(session, model, room_tokens, up.load_bytes_per_s, told)
-        await told("canary", 0.7)
+        await work.told("load", 0.2)
+        place = work.files.path(COMPILE_CACHE) if kernels else ""
+        room_tokens = await session.load(
+            model, device_bytes, precomputed=Precomputed(record_kernels=place)
+        )
+        profile = await _profile(session, model, room_tokens, up.load_bytes_per_s, work.told)
+        await work.told("canary", 0.65)
         prompt = prompt_ids(CANARY_PROMPT, model.spec.vocab_size, 0)
         output = _only(await session.run([prompt], CANARY_TOKENS))
+        if kernels:
+            await work.told("kernels", 0.68)
+            recorded = await _toured(session, model, room_tokens)
     finally:
         await session.close()
     spec = model.spec
@@ -108,94 +193,94 @@ async def build(
         profile=profile,
         canary=Canary(prompt_ids=tuple(prompt), output_ids=tuple(output)),
     )
-    if not graphs or claimed.fingerprint.environment.device_kind is not DeviceKind.CUDA:
-        return await _proved(artifact, model, make_session, told)
-    await told("graphs", 0.72)
-    file = GraphFile()
+    if not kernels:
+        return artifact
     try:
-        return await _with_graphs(artifact, model, file, make_session, told)
-    except WithoutGraphs as left_out:
-        why = left_out.field
-        log.warning(
-            "built without graphs", action="build_without_graphs", field=why, why=str(left_out)
-        )
-    finally:
-        file.close()
-    return await _proved(replace(artifact, graphs_refused=why), model, make_session, told)
+        blob = work.files.written(recorded, COMPILE_CACHE)
+    except LeftOut as left_out:
+        return _without(artifact, left_out)
+    assert recorded is not None
+    return replace(artifact, blobs=(blob,), compiled=recorded.made_for)
 
 
-class WithoutGraphs(Exception):
-    """An artifact has no graphs; ``field`` says why, by name."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-
-
-async def _with_graphs(
-    artifact: Artifact, model: Model, file: GraphFile, make_session: MakeSession, told: Told
-) -> Built:
-    """The artifact with graphs, recorded in one process and proved in another.
-
-    Raises:
-        WithoutGraphs: they cannot be recorded, or do not give there what they gave here.
+async def _with_graphs(work: _Build, artifact: Artifact) -> Artifact:
+    """The artifact with graphs, recorded in an engine of their own, or with the name of what is in
+    their way.
     """
     try:
-        session = make_session(record_images=True)
+        session = work.make_session(record_images=True)
         try:
             await session.start()
-            await session.load(model, artifact.layout.device_bytes, record=file.path)
+            await session.load(
+                work.model, artifact.layout.device_bytes, record=work.files.path(GRAPHS)
+            )
         finally:
             await session.close()
-        recorded = session.recorded
-        if recorded is None or recorded.blob is None:
-            refused = ("engine", "it recorded nothing")
-            raise WithoutGraphs(
-                *((recorded.refused, recorded.message) if recorded is not None else refused)
-            )
-        file.seal()
-        archive = file.read(recorded.blob)
-        artifact = replace(artifact, blobs=(recorded.blob,), graphs=recorded.layout)
-        return await _proved(artifact, model, make_session, told, file.path, archive)
-    except WrongArchive as error:
-        raise WithoutGraphs(error.field, "it is not what the engine wrote") from error
+        blob = work.files.written(session.recorded, GRAPHS)
+    except LeftOut as left_out:
+        return _without(artifact, left_out)
     except PilotlightError as error:
-        raise WithoutGraphs(error.code, error.message) from error
+        return _without(artifact, LeftOut(GRAPHS, error.code, error.message))
+    assert session.recorded is not None
+    return replace(artifact, blobs=(*artifact.blobs, blob), graphs=session.recorded.layout)
 
 
-async def _proved(
-    artifact: Artifact,
-    model: Model,
-    make_session: MakeSession,
-    told: Told,
-    graphs: str = "",
-    archive: bytes = b"",
-) -> Built:
-    """What an artifact comes to, once it is proved.
+def _without(artifact: Artifact, left_out: LeftOut) -> Artifact:
+    """The artifact as it is without that, saying why."""
+    log.warning(
+        "built without a part",
+        action=f"build_without_{left_out.kind}",
+        field=left_out.field,
+        why=str(left_out),
+    )
+    rest = replace(artifact, blobs=tuple(b for b in artifact.blobs if b.kind != left_out.kind))
+    if left_out.kind == GRAPHS:
+        return replace(rest, graphs=None, graphs_refused=left_out.field)
+    return replace(rest, compiled=None, compiled_refused=left_out.field)
+
+
+async def _finished(work: _Build, artifact: Artifact) -> Built:
+    """What the artifact comes to, with as much as another process proves.
 
     Raises:
         RestoreFailed: another process does not compute what was recorded.
-        WithoutGraphs: it does not restore all graphs.
+        PilotlightError: there is no other process.
     """
-    manifest = encode_json(artifact)
-    await told("validate", 0.8)
-    await _validate(artifact, manifest, model, make_session(), graphs)
-    await told("store", 0.95)
-    return Built(manifest, {one.digest: archive for one in artifact.blobs})
+    while True:
+        manifest = encode_json(artifact)
+        await work.told("validate", 0.8)
+        try:
+            await _validate(work, artifact, manifest)
+        except LeftOut as left_out:
+            artifact = _without(artifact, left_out)
+        except PilotlightError as error:
+            if artifact.graphs is None and artifact.compiled is None:
+                raise
+            # Graphs are at fault before kernels: each try has one part less.
+            kind = GRAPHS if artifact.graphs is not None else COMPILE_CACHE
+            artifact = _without(artifact, LeftOut(kind, error.code, error.message))
+        else:
+            await work.told("store", 0.95)
+            archives = work.files.archives
+            return Built(manifest, {one.digest: archives[one.digest] for one in artifact.blobs})
 
 
-async def _validate(
-    artifact: Artifact, manifest: bytes, model: Model, session: BuildSession, graphs: str
-) -> None:
+async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
     """Restore it in a fresh process, as a start does.
 
     Raises:
         RestoreFailed: that does not compute what was recorded.
-        WithoutGraphs: it does not restore all graphs.
+        LeftOut: it does not restore all graphs, or no kernels.
     """
+    session = work.make_session()
+    graphs = work.files.path(GRAPHS) if artifact.graphs is not None else ""
+    kernels = work.files.path(COMPILE_CACHE) if artifact.compiled is not None else ""
+    precomputed = Precomputed(kernels=kernels, only=bool(kernels))
     try:
         await session.start()
-        await session.load(model, artifact.layout.device_bytes, manifest, graphs)
+        room_tokens = await session.load(
+            work.model, artifact.layout.device_bytes, manifest, graphs, precomputed=precomputed
+        )
         canary = artifact.canary
         output = _only(await session.run([canary.prompt_ids], len(canary.output_ids)))
         if tuple(output) != canary.output_ids:
@@ -206,9 +291,47 @@ async def _validate(
             said, wanted = session.graphs, len(artifact.graphs.trials)
             if said is None or said.proved != wanted:
                 field = said.refused if said is not None else ""
-                raise WithoutGraphs(field or "unproved", f"{said}, and {wanted} were recorded")
+                raise LeftOut(GRAPHS, field or "unproved", f"{said}, and {wanted} were recorded")
+        if artifact.compiled is not None:
+            await _tour(session, work.model, room_tokens)
+            _check_kernels(session.kernels, await session.unload())
     finally:
         await session.close()
+
+
+def _check_kernels(said: StageKernels | None, ran: KernelsRecorded | None) -> None:
+    """What a process says that has had no compiled kernels but the artifact's.
+
+    Raises:
+        LeftOut: it did not take them.
+    """
+    if said is None or said.refused or ran is None:
+        field = said.refused if said is not None else ""
+        raise LeftOut(COMPILE_CACHE, field or "unproved", f"{said}")
+    if ran.compiled:
+        # The others are worth having.
+        log.warning("kernels are missing", action="kernels_missing", kernels=ran.compiled)
+
+
+async def _toured(session: BuildSession, model: Model, room_tokens: int) -> KernelsRecorded | None:
+    """What came of the kernels of a tour, and of all that ran before it."""
+    try:
+        await _tour(session, model, room_tokens)
+        return await session.unload()
+    except PilotlightError as error:
+        return KernelsRecorded(refused=error.code, message=error.message)
+
+
+async def _tour(session: BuildSession, model: Model, room_tokens: int) -> None:
+    vocab, salt = model.spec.vocab_size, 1_000_000
+    for step in tour(model.spec.max_context_tokens, room_tokens):
+        count = len(step.prompts)
+        prompts = [
+            prompt_ids(tokens, vocab, salt + number)
+            for number, tokens in enumerate((*step.prompts, *step.later))
+        ]
+        salt += len(prompts)
+        await session.run(prompts[:count], step.output_tokens, prompts[count:])
 
 
 async def _profile(

@@ -64,8 +64,8 @@ BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 class MakeEngine(Protocol):
     """Makes an engine, not started."""
 
-    def __call__(self, *, record_images: bool) -> EngineClient:
-        """``record_images``: of kernels, see ``ChildOptions``."""
+    def __call__(self, *, record_images: bool, note_kernels: bool) -> EngineClient:
+        """See ``ChildOptions``."""
         ...
 
 
@@ -244,8 +244,8 @@ class Builds:
     def _keeps(self, claimed: ClaimedBuild) -> bool:
         return self._kept is not None and self._kept[0] == claimed.fingerprint.digest
 
-    def _session(self, *, record_images: bool = False) -> BuildSession:
-        self._engine = self._make_engine(record_images=record_images)
+    def _session(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
+        self._engine = self._make_engine(record_images=record_images, note_kernels=note_kernels)
         return BuildSession(self._engine, self._source, self._core.worker_id)
 
     async def _kill(self) -> None:

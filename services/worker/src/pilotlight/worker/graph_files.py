@@ -1,4 +1,5 @@
-"""Archives of graphs in this worker's memory, where its engine child can read them.
+"""Archives of graphs and of compiled kernels in this worker's memory, where its engine child can
+read them.
 
 An archive is executable input. It is checked before it is kept, and lies in a sealed file without a
 name: nothing can change it afterwards.
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from blake3 import blake3
 
 from pilotlight.policy.ids import Digest
-from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, Blob
+from pilotlight.policy.materialized import Blob
 
 KEPT_BYTES = 512 << 20
 """Of all archives of one worker, some 25 of them; those that were used last stay."""
@@ -55,8 +56,8 @@ class GraphFile:
             WrongArchive: they are not.
         """
         size_bytes = os.fstat(self._descriptor).st_size
-        if size_bytes != blob.size_bytes or size_bytes > MAX_GRAPHS_BYTES:
-            raise WrongArchive("graphs_size")
+        if size_bytes != blob.size_bytes or size_bytes > blob.most_bytes:
+            raise WrongArchive(f"{blob.kind}_size")
         data = os.pread(self._descriptor, size_bytes, 0)
         check_archive(blob, data)
         return data
@@ -74,10 +75,10 @@ def check_archive(blob: Blob, data: bytes) -> None:
     Raises:
         WrongArchive: they are not.
     """
-    if len(data) != blob.size_bytes or len(data) > MAX_GRAPHS_BYTES:
-        raise WrongArchive("graphs_size")
+    if len(data) != blob.size_bytes or len(data) > blob.most_bytes:
+        raise WrongArchive(f"{blob.kind}_size")
     if blake3(data).hexdigest() != blob.digest:
-        raise WrongArchive("graphs_digest")
+        raise WrongArchive(f"{blob.kind}_digest")
 
 
 class GraphFiles:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
 from pilotlight.common.messages.engine import LoadStage, PlacePart, StageLoaded
+from pilotlight.common.messages.graphs import Precomputed
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pipelines import (
     CallOffExtend,
@@ -270,6 +271,7 @@ class StageLoader:
             pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,
+            precomputed=Precomputed(kernels=found.kernels, uses=found.uses),
         )
         await self._core.engine.load_stage(load, sent)
         name = PhaseName.RESTORE if found.manifest else PhaseName.INIT

@@ -77,7 +77,8 @@ class WorkerSettings(ServiceSettings):
     )
     artifact_graphs: bool = Field(
         default=False,
-        description="Record captured decode steps in artifacts for GPUs, and restore them in starts. Off: not yet run in a whole system.",
+        description="Record captured decode steps and compiled kernels in artifacts for GPUs, and restore them in starts. "
+        "Off: not yet run in a whole system.",
     )
     builds: bool = Field(
         True,

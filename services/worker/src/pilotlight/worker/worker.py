@@ -29,7 +29,7 @@ from pilotlight.common.messages.engine import (
     StageUnloaded,
     StepDone,
 )
-from pilotlight.common.messages.graphs import StageGraphs
+from pilotlight.common.messages.graphs import StageGraphs, StageKernels
 from pilotlight.common.messages.pipelines import (
     DoorOpened,
     PipelineLeft,
@@ -312,9 +312,9 @@ class Worker:
             case Prefilled():
                 self.core.phases.add(event.instance_id, *event.earlier, event.phase)
                 self.stages.lending.on_prefilled(event.instance_id)
-            case StageGraphs():
+            case StageGraphs() | StageKernels():
                 if self.artifacts is not None:
-                    self.artifacts.on_graphs(event)
+                    self.artifacts.on_restored(event)
             case EngineDied():
                 self._on_death(event)
             case (

@@ -3,8 +3,8 @@
 """
 
 from pilotlight.common.envelope import Timed
+from pilotlight.common.messages import graphs as restored
 from pilotlight.common.messages.codec import Message
-from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
 from pilotlight.common.messages.pipelines import (
     CallOffExtend,
     ConnectStage,
@@ -41,15 +41,14 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     device_bytes: int
     pool_path: str
     artifact: bytes = b""
-    """The manifest of the artifact that the stage is restored from, as it was signed; empty: there
-    is none, and everything is computed."""
+    """The signed manifest of what the stage is restored from; empty: everything is computed."""
     graphs: str = ""
     """Where the artifact's archive of graphs is, for an engine on a GPU; empty: there is none."""
     prove: bool = False
     """Prove all graphs as soon as the stage's parts are in place, not each before its first use."""
     record: str = ""
-    """Where an archive of the stage's graphs is to be written once its parts are in place; the
-    engine records images of kernels (``ChildOptions.record_images``)."""
+    """Where its graphs go once its parts are there (``ChildOptions.record_images``)."""
+    precomputed: restored.Precomputed = restored.Precomputed()
 
 
 class PlacePart(Message, tag="part", frozen=True, kw_only=True):
@@ -242,7 +241,7 @@ class StageLoaded(Message, tag="loaded", frozen=True, kw_only=True):
     instance_id: InstanceId
     phases: tuple[Phase, ...]
     kv_capacity_tokens: int
-    recorded: GraphsRecorded | None = None
+    recorded: restored.GraphsRecorded | None = None
     """Where graphs were to be recorded."""
 
 
@@ -299,6 +298,8 @@ class StageUnloaded(Message, tag="unloaded", frozen=True, kw_only=True):
     """The stage's memory is free."""
 
     instance_id: InstanceId
+    kernels: restored.KernelsRecorded | None = None
+    """Where they were to be recorded."""
 
 
 class Produced(Message, array_like=True, frozen=True, kw_only=True):
@@ -386,7 +387,8 @@ FromEngine = (
     | DoorOpened
     | StageConnected
     | StageGrown
-    | StageGraphs
+    | restored.StageGraphs
+    | restored.StageKernels
     | StageResized
     | StageRefused
     | PipelineLeft

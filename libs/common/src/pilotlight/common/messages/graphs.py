@@ -1,12 +1,56 @@
-"""Worker and its engine child: graphs that are recorded, and graphs that are restored.
+"""Worker and its engine child: graphs and compiled kernels that are recorded, and those that are
+restored.
 
 Archives do not go through frames. The worker makes a file that nobody else can name
 (``worker.graph_files``) and says where it is.
 """
 
+import msgspec
+
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.ids import InstanceId
-from pilotlight.policy.materialized import Blob, GraphLayout
+from pilotlight.policy.materialized import Blob, CompiledFor, GraphLayout
+
+
+class Precomputed(Message, frozen=True, kw_only=True):
+    """What else there is for a stage on a GPU, and what is to come of it."""
+
+    kernels: str = ""
+    """Where the artifact's compiled kernels are; empty: there are none."""
+    only: bool = False
+    """No compiled kernels but these are used: to see which are missing."""
+    record_kernels: str = ""
+    """Where those that the process has used are to be written when the stage is unloaded; it notes
+    them from its start on (``ChildOptions.note_kernels``)."""
+    uses: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """How often steps of each size of graph ran when the model was here before."""
+
+
+class KernelsRecorded(Message, frozen=True, kw_only=True):
+    """Compiled kernels that a process has used, with those of its start: an archive, or the name of
+    what stands in its way.
+    """
+
+    made_for: CompiledFor | None = None
+    blob: Blob | None = None
+    """The archive, as it was written."""
+    compiled: tuple[str, ...] = ()
+    """What was compiled since the stage was loaded, because it was not there."""
+    refused: str = ""
+    message: str = ""
+
+
+class StageKernels(Message, tag="kernels", frozen=True, kw_only=True):
+    """What became of the compiled kernels of a stage's artifact."""
+
+    instance_id: InstanceId
+    restored: int = 0
+    refused: str = ""
+    """By name, why they are not used (any more): kernels are compiled as they are needed."""
+    message: str = ""
+    settled: bool = False
+    """They have given the stage's first token, or the stage is gone: what ends the engine from now
+    on is not their fault."""
 
 
 class GraphsRecorded(Message, frozen=True, kw_only=True):
@@ -29,3 +73,5 @@ class StageGraphs(Message, tag="graphs", frozen=True, kw_only=True):
     refused: str = ""
     """By name, why no (further) graph is restored: graphs are captured as they are used."""
     message: str = ""
+    uses: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """How often steps of each size ran; told when the stage goes."""

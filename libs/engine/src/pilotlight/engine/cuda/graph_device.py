@@ -18,6 +18,17 @@ class GraphDevice(Protocol):
         """Rows of all that it has."""
         ...
 
+    def check(self) -> int:
+        """Looks at every address, once the stage has all of its memory; asks nothing of the driver.
+
+        Returns:
+            Words of parameters that are addresses of other slots, or of eager work.
+
+        Raises:
+            Nowhere: a graph has an address in the stage's slot where nothing is.
+        """
+        ...
+
     def build(self, rows: int) -> None:
         """Makes one ready to be launched.
 
@@ -43,21 +54,24 @@ class ArchiveOnDevice:
 
         Raises:
             AddressTaken: the arena lies elsewhere than the one that the graphs were made for.
-            Nowhere: a graph has an address in the stage's slot where nothing is.
             NativeError: the archive does not hold together.
         """
         arena = memory.arena
         assert isinstance(arena, CudaArena)
         self._device = arena.device
+        self._memory = memory
         self._archive = GraphArchive(arena.native, archive, arena.native_arena)
-        self.elsewhere = self._archive.check_addresses(known_addresses(memory), *_slot_of(memory))
-        """Words of parameters that are addresses of other slots, or of eager work."""
         self._uploads = torch.cuda.Stream(arena.device)
 
     @property
     def tags(self) -> tuple[int, ...]:
         """See ``GraphDevice``."""
         return self._archive.tags
+
+    def check(self) -> int:
+        """See ``GraphDevice``."""
+        known = known_addresses(self._memory)
+        return self._archive.check_addresses(known, *_slot_of(self._memory))
 
     def build(self, rows: int) -> None:
         """See ``GraphDevice``."""

@@ -139,6 +139,8 @@ class GraphSet:
         self._scratch = scratch
         self._supplier = supplier
         self._steps: dict[Kind, GraphStep] = {}
+        self.uses: dict[Kind, int] = {}
+        """Steps that ran, of each kind."""
         self._logits: Tensor | None = None
 
     @property
@@ -164,6 +166,7 @@ class GraphSet:
         Returns:
             What it gave, valid until the next run.
         """
+        self.uses[kind] = self.uses.get(kind, 0) + 1
         known = self._steps.get(kind)
         if known is None:
             known = self._supplier.supply(kind, step, output)

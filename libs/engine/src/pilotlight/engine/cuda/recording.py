@@ -136,12 +136,14 @@ class GraphRecorder:
             )
         if len(dump.archive) > MAX_GRAPHS_BYTES:
             raise NotRecorded("size", f"the graphs have {len(dump.archive)} bytes")
+        device = ArchiveOnDevice(memory, dump.archive)
         try:
-            device = ArchiveOnDevice(memory, dump.archive)
+            elsewhere = device.check()
         except Nowhere as error:
             raise NotRecorded("addresses", str(error)) from error
-        log.info("addresses known", action="graph_addresses", elsewhere=device.elsewhere)
-        device.close()
+        finally:
+            device.close()
+        log.info("addresses known", action="graph_addresses", elsewhere=elsewhere)
         return dump
 
     def _handles(self, steps: DecodeSteps) -> dict[int, int]:

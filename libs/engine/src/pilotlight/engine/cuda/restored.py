@@ -5,21 +5,22 @@ a step waits for goes first. Before a graph's first use its trial must give what
 
 ::
 
-    begin ──> read the archive ──> make graph after graph ──> all ready
-      │              │                   │
-      └── misfit ────┴─> refused by name: graphs are captured as they are used
-                                         └─ the driver refuses, or a trial differs: ``RestoreFailed``, the process ends
+    supplier ──> read the archive ─┬─> make graph after graph ──> all ready
+    begin ─────> look at places ───┘          │
+                   │          │               └─ the driver refuses, or a trial differs: ``RestoreFailed``, the process ends
+                   └─ misfit ─┴─> refused by name: graphs are captured as they are used
 """
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
 import torch
 from torch import Tensor
 
+from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph
 from pilotlight.engine.cuda.graphs import (
@@ -30,7 +31,7 @@ from pilotlight.engine.cuda.graphs import (
     GraphSupplier,
     Kind,
 )
-from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
@@ -41,6 +42,7 @@ from pilotlight.policy.materialized import GraphLayout
 
 log = structlog.get_logger()
 
+_NOW_S = SystemClock().monotonic_s
 WAIT_S = 2.0
 """A step waits no longer for its graph: then it runs eagerly, and the next one asks again."""
 CLOSE_S = 10.0
@@ -88,6 +90,8 @@ class RestoredGraphs:
         open_archive: Callable[[StageMemory, bytes], GraphDevice] = ArchiveOnDevice,
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
+        uses: Mapping[int, int] | None = None,
+        monotonic_s: Callable[[], float] = _NOW_S,
     ) -> None:
         """Does nothing yet.
 
@@ -97,6 +101,8 @@ class RestoredGraphs:
             open_archive: reads an archive on the device that a stage's memory is on.
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
+            uses: how often steps of each size ran before: those come first.
+            monotonic_s: a clock, in seconds.
         """
         self._recorded = {trial.rows: trial.digest for trial in recorded.trials}
         self._layout = recorded
@@ -105,8 +111,12 @@ class RestoredGraphs:
         self._capture = capture
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._order = Restoring(sizes=tuple(sorted(self._recorded)))
+        self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._running = self._closing = False
+        self._now_s = monotonic_s
+        self._begun_s = 0.0
+        self._took_ms: dict[str, float] = {}
+        self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
         self._proved = 0
@@ -131,24 +141,40 @@ class RestoredGraphs:
                 message=str(broken or refused or ""),
             )
 
+    @property
+    def took_ms(self) -> Mapping[str, float]:
+        """Milliseconds since the stage had its steps, until each of what there was to do."""
+        return dict(self._took_ms)
+
+    @property
+    def uses(self) -> dict[int, int]:
+        """How often steps of each recorded size ran."""
+        if self._graphs is None or self._steps is None:
+            return {}
+        ran = {rows: self._graphs.uses.get(self._steps.kind_of(rows)) for rows in self._recorded}
+        return {rows: uses for rows, uses in ran.items() if uses}
+
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "RestoredGraphs":
-        """See ``GraphPlan``."""
+        """See ``GraphPlan``: the archive is read from now on."""
         self._memory, self._scratch = memory, scratch
         self._fallback = self._capture(memory.arena.device, scratch)
+        self._thread = threading.Thread(target=self._restore, name="graphs", daemon=True)
+        self._thread.start()
         return self
 
     def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``: from now on graphs are made."""
-        self._steps = steps
+        self._steps, self._graphs, self._begun_s = steps, graphs, self._now_s()
         try:
             self._check(steps)
             self._reserve(steps)
         except GraphsRefused as refused:
-            self._refuse(refused)
+            self._refuse(refused, of_stage=True)
             return
-        self._running = True
-        self._thread = threading.Thread(target=self._restore, name="graphs", daemon=True)
-        self._thread.start()
+        self._took("reserved")
+        with self._changed:
+            self._running = self._refused is None
+            self._changed.notify_all()
 
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
@@ -283,22 +309,38 @@ class RestoredGraphs:
         with self._changed:
             self._proved += 1
 
-    def _refuse(self, refused: GraphsRefused) -> None:
+    def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
+        """What is wrong with the stage is told, whatever the archive is."""
         log.warning(
             "graphs refused", action="graphs_refused", field=refused.field, why=str(refused)
         )
         with self._changed:
-            self._refused, self._running = refused, False
+            self._refused = refused if of_stage else self._refused or refused
+            self._running = False
             self._changed.notify_all()
 
     def _restore(self) -> None:
         """The thread."""
         try:
-            self._device = self._opened()
+            self._device = device = self._opened(self._read())
+            with self._changed:
+                self._changed.wait_for(lambda: self._running or self._closing or self._refused)
+                if not self._running or self._steps is None:
+                    return
+            device.check()
+            self._took("opened")
             while (rows := self._next()) is not None:
-                self._ended(rows, self._built(self._device, rows))
+                self._ended(rows, self._built(device, rows))
+                if "first" not in self._took_ms:
+                    self._took("first")
+                    # What proves larger graphs is loaded now, not at its first use in a step.
+                    digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
+            self._took("all")
+            log.info("graphs restored", action="graphs_restored", **self._took_ms)
         except GraphsRefused as refused:
             self._refuse(refused)
+        except Nowhere as error:
+            self._refuse(GraphsRefused("addresses", str(error)))
         except NativeError as error:
             log.error("graphs broken", action="graphs_broken", error=str(error))
             with self._changed:
@@ -308,18 +350,15 @@ class RestoredGraphs:
             self._refuse(GraphsRefused("thread", f"{type(error).__name__}: {error}"))
             raise
 
-    def _opened(self) -> GraphDevice:
+    def _took(self, step: str) -> None:
+        self._took_ms[step] = round((self._now_s() - self._begun_s) * 1e3, 1)
+
+    def _opened(self, archive: bytes) -> GraphDevice:
         assert self._memory is not None
-        assert self._steps is not None
-        archive = self._read()
-        # Kernels are loaded at their first use, which is not to be a step's.
-        digest_of(torch.zeros_like(self._steps.logits(1)))
         try:
             device = self._open(self._memory, archive)
         except AddressTaken as error:
             raise GraphsRefused("arena_address", str(error)) from error
-        except Nowhere as error:
-            raise GraphsRefused("addresses", str(error)) from error
         except NativeError as error:
             raise GraphsRefused("archive", str(error)) from error
         if sorted(device.tags) != sorted(self._recorded):

@@ -22,6 +22,9 @@ TOKEN_STRIDE = 104_729
 """Between the token ids of two rows."""
 ROWS_AT_ONCE = 16
 """Of logits, while their digest is computed: they take eight bytes a number meanwhile."""
+HOST_ROWS = 2
+"""So few are copied and looked at on the host: the device's kernels for it are loaded at their
+first use, which would take longer, and the first graph waits for its proof."""
 _MULTIPLIER = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 """Odd, so that no bit of a product is lost; as a signed number."""
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -55,12 +58,14 @@ def trial_fields(rows: int, kinds: tuple[str, ...], vocab_size: int) -> dict[str
 
 
 def digest_of(logits: Tensor) -> str:
-    """A digest over every bit of some rows of logits, computed where they are; waits for the
-    device.
+    """A digest over every bit of some rows of logits, computed where they are unless they are few;
+    waits for the device.
 
-    Sums of integers, which come out the same in any order.
+    Sums of integers, which come out the same in any order and everywhere.
     """
     bits = logits.view(_BITS[logits.element_size()])
+    if len(bits) <= HOST_ROWS:
+        bits = bits.cpu()
     places = torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int64, device=bits.device)
     places *= _MULTIPLIER
     sums = [(some.to(torch.int64) * places).sum(dim=1) for some in bits.split(ROWS_AT_ONCE)]

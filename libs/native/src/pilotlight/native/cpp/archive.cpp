@@ -128,3 +128,6 @@ int check_archive(const char *bytes, std::uint64_t size) {
 using namespace pilotlight;
 
 PILOTLIGHT_EXPORT int pilotlight_archive_check(const char *bytes, std::uint64_t size) { return check_archive(bytes, size); }
+PILOTLIGHT_EXPORT int pilotlight_image_check(const char *image, std::uint64_t size) {
+    return is_whole_image(image, size) ? OK : fail(MISUSED, "an image does not hold together");
+}

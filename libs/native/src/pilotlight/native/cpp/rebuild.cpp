@@ -45,8 +45,9 @@ std::string address_text(std::uint64_t address) {
 
 class Archive {
   public:
-    Archive(CUcontext context, std::string bytes) : context_(context), bytes_(std::move(bytes)) {
-        std::memcpy(&header_, bytes_.data(), sizeof header_);
+    // The bytes stay the caller's, and where they are for as long as this lives.
+    Archive(CUcontext context, const char *bytes) : context_(context), bytes_(bytes) {
+        std::memcpy(&header_, bytes_, sizeof header_);
         images_ = reinterpret_cast<const ImageEntry *>(at(header_.images));
         kernels_ = reinterpret_cast<const KernelEntry *>(at(header_.kernels));
         graphs_ = reinterpret_cast<const GraphEntry *>(at(header_.graphs));
@@ -143,7 +144,7 @@ class Archive {
     const Header &header() const { return header_; }
 
   private:
-    const char *at(std::uint64_t place) const { return bytes_.data() + place; }
+    const char *at(std::uint64_t place) const { return bytes_ + place; }
 
     int function(std::uint32_t number, CUfunction *found) {
         if (!functions_[number]) {
@@ -298,7 +299,7 @@ class Archive {
     }
 
     const CUcontext context_;
-    const std::string bytes_;
+    const char *const bytes_;
     Header header_{};
     const ImageEntry *images_;
     const KernelEntry *kernels_;
@@ -314,12 +315,12 @@ class Archive {
 
 using namespace pilotlight;
 
-// Opens an archive for an arena at `arena_address`; the bytes are copied.
+// Opens an archive for an arena at `arena_address`; the bytes stay the caller's until it is closed.
 PILOTLIGHT_EXPORT int pilotlight_archive_open(CUcontext context, const char *bytes, std::uint64_t size, std::uint64_t arena_address,
                                               Archive **archive, std::uint64_t *num_graphs) {
     if (int failed = open_graph_driver()) return failed;
     if (int failed = check_archive(bytes, size)) return failed;
-    auto made = std::make_unique<Archive>(context, std::string(bytes, size));
+    auto made = std::make_unique<Archive>(context, bytes);
     if (made->header().arena_address != arena_address)
         return fail(TAKEN, "these graphs are for an arena at " + std::to_string(made->header().arena_address) + ", not at " +
                                std::to_string(arena_address));
@@ -347,7 +348,7 @@ PILOTLIGHT_EXPORT int pilotlight_archive_prove(CUcontext context, const char *by
     if (int failed = open_graph_driver()) return failed;
     if (int failed = check_archive(bytes, size)) return failed;
     PILOTLIGHT_TRY(driver().ctx_set_current(context));
-    *text = strdup(Archive(context, std::string(bytes, size)).refused().c_str());
+    *text = strdup(Archive(context, bytes).refused().c_str());
     return *text ? OK : fail(CUDA_ERROR_OUT_OF_MEMORY, "the host has no memory for an archive's kernels");
 }
 PILOTLIGHT_EXPORT void pilotlight_archive_close(Archive *archive) { delete archive; }

@@ -59,6 +59,13 @@ class Restoring:
         return None if self.done else COPIES_WHILE_RESTORING
 
 
+def used(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
+    """How often each size is used, as a stage is to know it that is restored next: what was used
+    last counts twice as much as what was used before that.
+    """
+    return {size: before.get(size, 0) // 2 + now.get(size, 0) for size in sorted({*before, *now})}
+
+
 def size_of(restoring: Restoring, rows: int) -> int | None:
     """The least graph that holds so many rows; None: there is none."""
     return next((size for size in restoring.sizes if size >= rows), None)

@@ -29,6 +29,7 @@ from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.shown import EngineStart
+from pilotlight.worker.engine_child.kernels import note_kernels
 from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
 from pilotlight.worker.engine_child.slate import Slate
 
@@ -83,6 +84,8 @@ def _serve(
     """
     if options.record_images:
         _record_images()
+    if options.note_kernels:
+        note_kernels()
     began_s = clock.monotonic_s()
     # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
     from pilotlight.engine.engine import Engine
@@ -186,6 +189,10 @@ def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         for name in (*ENGINE_MODULES, *(CUDA_MODULES if kind is DeviceKind.CUDA else ())):
             importlib.import_module(name)
+        if kind is DeviceKind.CUDA:
+            from pilotlight.engine.cuda.kernels.caching import read_compiler
+
+            read_compiler()
     except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
         faults.append(fault)
 
@@ -227,6 +234,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
     parser.add_argument(
         "--record-images", action="store_true", help="keep images of kernels, to write graphs down"
+    )
+    parser.add_argument(
+        "--note-kernels", action="store_true", help="note compiled kernels, to write them down"
     )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)

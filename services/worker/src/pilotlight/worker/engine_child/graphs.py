@@ -13,7 +13,7 @@ from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.materialized import GRAPHS, MAX_GRAPHS_BYTES, Artifact, Blob
+from pilotlight.policy.materialized import GRAPHS, Artifact, Blob
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
@@ -36,6 +36,7 @@ class GraphPlans:
     def __init__(self) -> None:
         self._restored: dict[InstanceId, _Restored] = {}
         self._recorders: dict[InstanceId, tuple[GraphRecorder, str]] = {}
+        self._gone: list[StageGraphs] = []
 
     def plan_of(self, command: LoadStage) -> "GraphPlan | None":
         """What a load is to do about graphs; None: nothing but capture them as they are used.
@@ -69,12 +70,12 @@ class GraphPlans:
             log.warning("graphs not recorded", action="graphs_not_recorded", field=error.field)
             return GraphsRecorded(refused=error.field, message=str(error))
         Path(recorder[1]).write_bytes(made.archive)
-        blob = Blob(kind=GRAPHS, digest=_digest(made.archive), size_bytes=len(made.archive))
+        blob = Blob(kind=GRAPHS, digest=digest_of(made.archive), size_bytes=len(made.archive))
         return GraphsRecorded(layout=made.layout, blob=blob)
 
     def news(self) -> list[StageGraphs]:
         """What has changed since the last time."""
-        said: list[StageGraphs] = []
+        said, self._gone = self._gone, []
         for instance_id, one in self._restored.items():
             now = one.plan.news
             if now == one.told:
@@ -92,8 +93,10 @@ class GraphPlans:
         return said
 
     def drop(self, instance_id: InstanceId) -> None:
-        """The stage is held no longer."""
-        self._restored.pop(instance_id, None)
+        """The stage is held no longer: what is to be remembered of its graphs is told."""
+        restored = self._restored.pop(instance_id, None)
+        if restored is not None and (uses := restored.plan.uses):
+            self._gone.append(StageGraphs(instance_id=instance_id, uses=uses))
         self._recorders.pop(instance_id, None)
 
     def _recorder(self, command: LoadStage) -> "GraphRecorder":
@@ -114,7 +117,7 @@ class GraphPlans:
         from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
 
         archive = ArchiveFile(command.graphs, blob)
-        made = RestoredGraphs(artifact.graphs, archive.read)
+        made = RestoredGraphs(artifact.graphs, archive.read, uses=command.precomputed.uses)
         self._restored[command.instance_id] = _Restored(made, RestoreNews(), command.prove)
         return made
 
@@ -138,22 +141,24 @@ class ArchiveFile:
         """All of it, once.
 
         Raises:
-            GraphsRefused: ``file``, ``size`` or ``digest``: it is not what the artifact says.
+            GraphsRefused: kind and ``file``, ``size`` or ``digest``: it is not what the artifact
+                says.
         """
         from pilotlight.engine.cuda.restored import GraphsRefused
 
         if self._descriptor < 0:
-            raise GraphsRefused("graphs_file", self._failed)
+            raise GraphsRefused(f"{self._blob.kind}_file", self._failed)
         size_bytes = os.fstat(self._descriptor).st_size
-        if size_bytes != self._blob.size_bytes or size_bytes > MAX_GRAPHS_BYTES:
+        kind = self._blob.kind
+        if size_bytes != self._blob.size_bytes or size_bytes > self._blob.most_bytes:
             raise GraphsRefused(
-                "graphs_size", f"{size_bytes} bytes, and the artifact says {self._blob.size_bytes}"
+                f"{kind}_size", f"{size_bytes} bytes, and the artifact says {self._blob.size_bytes}"
             )
         with os.fdopen(self._descriptor, "rb", buffering=0) as file:
             self._descriptor = -1
             data = file.readall()
-        if _digest(data) != self._blob.digest:
-            raise GraphsRefused("graphs_digest", "the bytes are not those of the artifact")
+        if digest_of(data) != self._blob.digest:
+            raise GraphsRefused(f"{kind}_digest", "the bytes are not those of the artifact")
         return data
 
     def _close(self) -> None:
@@ -162,5 +167,6 @@ class ArchiveFile:
             self._descriptor = -1
 
 
-def _digest(data: bytes) -> Digest:
+def digest_of(data: bytes) -> Digest:
+    """Of an archive."""
     return Digest(blake3(data).hexdigest())

@@ -153,7 +153,7 @@ class ChildLoop:
             if proof and not self._received:
                 self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
-            for news in self._loads.graphs.news():
+            for news in (*self._loads.graphs.news(), *self._loads.kernels.news()):
                 self._send(news)
             if self._parts:
                 self._slate.write(Doing.OBEYING)
@@ -199,7 +199,8 @@ class ChildLoop:
                 self._parts.append((command, sent_s))
             case UnloadStage():
                 self._unload(command.instance_id)
-                self._send(StageUnloaded(instance_id=command.instance_id))
+                kernels = self._loads.kernels.unloaded(command.instance_id)
+                self._send(StageUnloaded(instance_id=command.instance_id, kernels=kernels))
             case Run():
                 self._add(command, sent_s)
             case Abort():
@@ -318,6 +319,7 @@ class ChildLoop:
         for first in result.first_prefills:
             self._send(self._prefills.ended(first))
             self._loads.restoring.first_token(first)
+            self._loads.kernels.settle(first.instance_id)
         self._pipelines.after(result)
         refused, self._refused = self._refused, []
         produced = (*refused, *self._loads.restoring.take(result.produced))

@@ -20,6 +20,7 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.worker.engine_child.graphs import GraphPlans
+from pilotlight.worker.engine_child.kernels import KernelPlans
 from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engine_child.restoring import Restoring
 
@@ -76,6 +77,7 @@ class StageLoads:
         self._loads: dict[InstanceId, _Load] = {}
         self.restoring = Restoring()
         self.graphs = GraphPlans()
+        self.kernels = KernelPlans()
         self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
 
     def __contains__(self, instance_id: InstanceId) -> bool:
@@ -95,6 +97,7 @@ class StageLoads:
             RestoreFailed: its artifact does not fit what is here.
         """
         pool = self._map(command.pool_path)
+        self.kernels.begin(command)
         model = command.model
         room = self._engine.begin_load(
             command.instance_id,
@@ -179,6 +182,7 @@ class StageLoads:
         self._phases.drop(instance_id)
         self.restoring.drop(instance_id)
         self.graphs.drop(instance_id)
+        self.kernels.drop(instance_id)
 
     def _map(self, path: str) -> mmap.mmap:
         """The pool, read-only.

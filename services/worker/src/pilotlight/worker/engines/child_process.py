@@ -55,6 +55,8 @@ class ChildOptions:
     step_tokens: int | None = None
     record_images: bool = False
     """Keep images of kernels, so that graphs can be written down (``LoadStage.record``)."""
+    note_kernels: bool = False
+    """Note compiled kernels, so that they can be written down (``Precomputed.record_kernels``)."""
     module: str = "pilotlight.worker.engine_child.child"
     """The child's program."""
 
@@ -103,6 +105,7 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
             *flat,
             *(("--spare",) if spare else ()),
             *(("--record-images",) if options.record_images else ()),
+            *(("--note-kernels",) if options.note_kernels else ()),
             pass_fds=(theirs.fileno(), slate_fd),
             start_new_session=True,
             stdin=DEVNULL,

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernel_store import STORE
 from pilotlight.engine.watching import compiling
 from pilotlight.native.graphs import kernel_loaded
 
@@ -67,9 +68,7 @@ class Kernel:
         if launch is None:
             # Under triton's interpreter nothing is compiled, and every launch comes here.
             with compiling():
-                made = self._function[grid](
-                    *arguments, *constants, num_warps=warps, num_stages=stages
-                )
+                made = self._first(grid, (*arguments, *constants), warps, stages)
             self._compiled[key] = made
             if made is not None:
                 self._launches[key] = _launch_of(made)
@@ -80,6 +79,17 @@ class Kernel:
             # Of a tensor, triton asks the driver whether the device can reach it, each time.
             addresses = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
             launch(*grid, 1, *addresses, *constants)
+
+    def _first(self, grid: tuple[int, int], given: Sequence[Any], warps: int, stages: int) -> Any:
+        """What triton has or makes, launched once."""
+        try:
+            return self._function[grid](*given, num_warps=warps, num_stages=stages)
+        except Exception as error:
+            # An artifact's kernel that does not work is compiled, as if there were none.
+            if not STORE.give_up(f"{type(error).__name__}: {error}"):
+                raise
+            self._function.device_caches.clear()
+            return self._function[grid](*given, num_warps=warps, num_stages=stages)
 
 
 def _launch_of(compiled: Any) -> Callable[..., None]:
