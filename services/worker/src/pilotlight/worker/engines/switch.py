@@ -44,6 +44,7 @@ from pilotlight.common.messages.pipelines import (
     ExtendStage,
     OpenDoor,
     PipelineLeft,
+    RingUnformed,
     RenameStage,
     StageGrown,
     StageRenamed,
@@ -293,6 +294,7 @@ class EngineSwitch:
                 | StageRefused()
                 | StageResized()
                 | PipelineLeft()
+                | RingUnformed()
                 | Prefilled()
             ):
                 route = (
