@@ -82,10 +82,10 @@ class Groups:
         for held in stages:
             loads = held.state is HeldState.LOADING and held.hold.instance_id in self._begun
             waits = self._waits(held)
-            if (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
-                self._join(held, held.hold, held.hold.members)
-            elif held.joined and held.state is HeldState.READY:
+            if held.joined and held.state is HeldState.READY:
                 self._close_ring(held)
+            elif (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
+                self._join(held, held.hold, held.hold.members)
 
     def on_door(self, port: int) -> None:
         """The engine listens."""

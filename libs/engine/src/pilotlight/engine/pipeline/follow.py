@@ -189,9 +189,7 @@ class PipelineFollower:
         return None
 
     def _go_round(self, place: NextPlace) -> None:
-        """Has its place from now on. The old ring is open until the leader knows that it is
-        over.
-        """
+        """Has its place from now on. The old ring is open until the leader has heard of it."""
         resident = self._resident
         if resident.target is not None:
             take_over(resident)

@@ -270,8 +270,8 @@ def _choose(
     placements: list[Placement] = []
     for stage, candidate in zip(scheme.stages, used, strict=True):
         device_bytes = stage.device_bytes
-        if scheme.size == 1 or not request.whole:  # It keeps what it gets.
-            room = stage_room(model, stage.stage, candidate.worker.device.granule_bytes)
+        if scheme.size == 1:
+            room = stage_room(model, model.spec.whole, candidate.worker.device.granule_bytes)
             device_bytes = room.granted_bytes(candidate.free_bytes)
         placements.append(_placement(stage, device_bytes))
     return Chosen(
