@@ -26,7 +26,8 @@ from pilotlight.policy.testing import NOW_S, held, instance, model
 PARTS = (Stage(0, 1), Stage(1, 2), Stage(2, 3), Stage(3, 4))
 RULES = ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0)
 EPOCH = Epoch(1)
-MODEL = model()
+MODEL = model(part_bytes=1000)
+"""Of which KV is a small part."""
 
 
 def group(stages: tuple[Stage, ...] = PARTS) -> Instance:
@@ -61,17 +62,19 @@ def stages_of(placements: tuple[Placement, ...]) -> list[Stage]:
 TWO = more(PARTS[0], Stage(0, 2))
 THREE = more(PARTS[0], Stage(0, 3))
 WHOLE = more(PARTS[0], Stage(0, 4))
+HALF = more(PARTS[2], Stage(2, 4))
+"""Of the third worker; the last one has a head already, and needs less."""
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "stages"),
     [
-        ((TWO, 0, TWO, 0), [Stage(0, 2), PARTS[1], Stage(2, 4), PARTS[3]]),
-        ((TWO, 0, 0, TWO), [Stage(0, 2), PARTS[1], PARTS[2], Stage(2, 4)]),
+        ((TWO, 0, HALF, 0), [Stage(0, 2), PARTS[1], Stage(2, 4), PARTS[3]]),
+        ((TWO, 0, 0, HALF), [Stage(0, 2), PARTS[1], PARTS[2], Stage(2, 4)]),
         ((THREE, 0, 0, 0), [Stage(0, 3), PARTS[1], PARTS[2], PARTS[3]]),
         ((TWO, 0, 0, 0), [Stage(0, 2), PARTS[1], PARTS[2], PARTS[3]]),
-        ((THREE, 0, TWO, 0), [Stage(0, 2), PARTS[1], Stage(2, 4), PARTS[3]]),
-        ((WHOLE, 0, TWO, 0), [Stage(0, 4), PARTS[1], PARTS[2], PARTS[3]]),
+        ((THREE, 0, HALF, 0), [Stage(0, 2), PARTS[1], Stage(2, 4), PARTS[3]]),
+        ((WHOLE, 0, HALF, 0), [Stage(0, 4), PARTS[1], PARTS[2], PARTS[3]]),
     ],
 )
 def test_the_fewest_workers_with_the_room_remain(free_bytes, stages) -> None:
@@ -97,9 +100,9 @@ def test_requests_keep_as_many_blocks_as_the_group_has() -> None:
         replace(place, device_bytes=place.device_bytes + 1000 * per_token)
         for place in one.placements
     )
-    order = plan_shorter(replace(one, placements=ample), MODEL, room(TWO, 0, TWO, 0))
+    order = plan_shorter(replace(one, placements=ample), MODEL, room(TWO, 0, HALF, 0))
     assert order is None
-    most = TWO + 1000 * per_token
+    most = HALF + 1000 * per_token
     order = plan_shorter(replace(one, placements=ample), MODEL, room(most, 0, most, 0))
     assert order is not None
 
@@ -152,14 +155,14 @@ def test_it_is_the_shortest_of_all(free_bytes: list[int], stages: tuple[Stage, .
 
 def consolidating() -> Instance:
     one = group()
-    (order,) = plan_growth([Record(instance=one, model=MODEL)], room(TWO, 0, TWO, 0))
+    (order,) = plan_growth([Record(instance=one, model=MODEL)], room(TWO, 0, HALF, 0))
     everyone = {place.worker_id for place in order.placements}
     return moved(one, growth_of(order, one, MODEL, everyone), EPOCH, NOW_S)
 
 
 def test_nothing_is_written_before_every_worker_has_its_room() -> None:
     one = group()
-    (order,) = plan_growth([Record(instance=one, model=MODEL)], room(TWO, 0, TWO, 0))
+    (order,) = plan_growth([Record(instance=one, model=MODEL)], room(TWO, 0, HALF, 0))
     change = growth_of(order, one, MODEL, {WorkerId("w0")})
     assert not change.events
     assert not change.placements
