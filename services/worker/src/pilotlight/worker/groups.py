@@ -82,7 +82,7 @@ class Groups:
         for held in stages:
             loads = held.state is HeldState.LOADING and held.hold.instance_id in self._begun
             waits = self._waits(held)
-            if held.joined and held.state is HeldState.READY:
+            if held.joined and held.state is HeldState.READY and not self._broke(held):
                 self._close_ring(held)
             elif (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
                 self._join(held, held.hold, held.hold.members)
@@ -122,6 +122,11 @@ class Groups:
         self._begun = set() if instances is None else self._begun - instances
         gone = self._closing.keys() if instances is None else instances
         self._closing = {one: at for one, at in self._closing.items() if one not in gone}
+
+    def _broke(self, held: Held) -> bool:
+        """Its pipeline broke, and it has not been joined since."""
+        name = held.hold.instance_id
+        return name in self._broken and name not in self._joined
 
     def _waits(self, held: Held) -> bool:
         """Its pipeline has just broken, and it has no other neighbours yet."""
