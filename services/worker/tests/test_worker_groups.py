@@ -178,7 +178,7 @@ async def test_stages_that_remain_take_their_places_in_a_shorter_pipeline(
     async def connect_stage(command: ConnectStage) -> None:
         asked.append(command)
 
-    rig.engine.connect_stage = connect_stage
+    rig.worker.core.engine.connect_stage = connect_stage
     first, other = reached.members
     stages = (Stage(0, 4), Stage(2, 4), Stage(4, 8), Stage(6, 8))
     members = tuple(
@@ -203,10 +203,8 @@ async def test_stages_that_remain_take_their_places_in_a_shorter_pipeline(
     )
     groups.follow([held])
     # What stays as it is has one.
-    held.hold = msgspec.structs.replace(
-        reached, generation=Generation(3), stage=stages[3], members=(*members[:2], members[3])
-    )
-    members = (replace(members[0], stage=Stage(0, 6)), members[1], members[2], members[3])
+    stages = (Stage(0, 6), Stage(2, 4), Stage(4, 6), Stage(6, 8))
+    members = tuple(replace(one, stage=stage) for one, stage in zip(members, stages, strict=True))
     held.hold = msgspec.structs.replace(held.hold, members=members, stage=stages[3])
     groups.follow([held])
     await until_asked(asked, 3)
