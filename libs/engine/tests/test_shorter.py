@@ -272,6 +272,30 @@ def test_nothing_changes_before_every_stage_has_parts_that_were_whole(checkpoint
     assert shortening.shorter().finish()["a"] == model.greedy(prompts[2], 150)
 
 
+def test_a_lead_that_waits_for_others_can_be_called_off(checkpoint, driver, prompts):
+    """It has all of its parts by then; the pipeline goes on as it was."""
+    model = checkpoint("llama", 1)
+    pipeline = staged(driver, model, cuts(4, 4))
+    pipeline.lead.add("a", prompts[2], max_tokens=150)
+    backed_bytes = pipeline.lead.engine.backed_bytes
+    shortening = Shortening(pipeline, model, {0: Stage(0, 2), 2: Stage(2, 4)})
+    for deed in shortening.deeds[:-1]:
+        deed()
+    some_tokens(pipeline, "a", 10)
+    assert pipeline.lead.engine.call_off(INSTANCE)
+    assert pipeline.lead.engine.backed_bytes == backed_bytes
+    shortening.run_until(lambda: bool(shortening.unformed))
+    some_tokens(pipeline, "a", 5)
+    shortening.unformed.clear()
+    pipeline.drivers[2].engine.vouch(INSTANCE)
+    again = Shortening(pipeline, model, {0: Stage(0, 2)})
+    for deed in again.deeds[1:]:
+        deed()
+    shortening.connect()
+    shortening.run_until(lambda: shortening.over)
+    assert shortening.shorter().finish()["a"] == model.greedy(prompts[2], 150)
+
+
 @pytest.mark.parametrize("closed", [0, 1])
 def test_a_ring_that_breaks_before_it_runs_is_made_again(closed, checkpoint, driver, prompts):
     model = checkpoint("llama", 1)

@@ -128,7 +128,9 @@ def call_off(resident: ResidentStage) -> bool:
     """Ends a growth whose parts cannot be had; False if there is none that leaves a stage that
     works.
     """
-    if resident.target is None or resident.pipeline is None or resident.parameters.complete:
+    if resident.target is None or resident.pipeline is None:
+        return False
+    if resident.parameters.complete and not resident.pipeline.awaits_others:
         return False
     resident.pipeline.grow(None)
     resident.target = None

@@ -58,6 +58,11 @@ class Pipeline(Protocol):
         ...
 
     @property
+    def awaits_others(self) -> bool:
+        """The stage leads, and others of a shorter pipeline have not their parts yet."""
+        ...
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks that its micro-batches may use at most."""
         ...
@@ -89,7 +94,7 @@ class Pipeline(Protocol):
         """The stage gets this range; None: it does not, after all.
 
         One that leads takes the layers over from the stages behind. One that follows goes on as
-        before until the pipeline ends.
+        before until the pipeline ends. A place in a shorter pipeline is given up.
         """
         ...
 

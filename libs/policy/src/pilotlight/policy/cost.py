@@ -226,8 +226,13 @@ class StageRoom:
 
 
 def stage_room(model: Model, stage: Stage, granule_bytes: int = 1, kv_tokens: int = 0) -> StageRoom:
-    """Room that a stage needs at least, and takes where it can, on a device whose memory comes in
-    granules; KV for ``kv_tokens`` at least.
+    """Room that a stage needs at least, and takes where it can.
+
+    Args:
+        model: Of the stage.
+        stage: Its layers.
+        granule_bytes: In which the device's memory comes.
+        kv_tokens: For which KV there has to be room, where that is more than usual.
     """
     per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
     context = model.spec.max_context_tokens

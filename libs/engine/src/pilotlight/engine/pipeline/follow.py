@@ -127,6 +127,10 @@ class PipelineFollower:
         return self._before, self._behind, *ahead
 
     @property
+    def awaits_others(self) -> bool:
+        return False
+
+    @property
     def num_blocks(self) -> int:
         return self._blocks
 
@@ -365,10 +369,7 @@ class PipelineFollower:
         )
 
     def _give_up(self, leader_stop: int) -> None:
-        """Runs what the leader does not run.
-
-        The memory of the other layers stays until the stage is unloaded.
-        """
+        """Runs what the leader does not run. The memory of the rest stays until it is unloaded."""
         self._over = leader_stop == self._resident.spec.num_layers
         if self._layers is not None and leader_stop > self._layers.start:
             stop = self._layers.stop
@@ -389,10 +390,8 @@ class PipelineFollower:
         return StageStep(left=True)
 
     def _lose(self, error: PeerLost) -> StageStep:
-        """Leaves the pipeline; both neighbours notice.
-
-        The stage itself stays. It has its longer range, if it was to have one; else it can join
-        another pipeline.
+        """Leaves the pipeline; both neighbours notice. The stage stays, with its longer range if
+        it was to have one.
         """
         self.close()
         leave_pipeline(self._resident)

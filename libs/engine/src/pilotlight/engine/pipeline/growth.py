@@ -12,8 +12,8 @@ run.
 This is the consolidation of ParaServe (section 6: the KV of the other stages moves to one worker),
 with one difference: blocks move while the pipeline decodes, and it pauses for the last ones alone.
 
-Where several stages remain (``shorter``), blocks of layers that another one takes over come the same
-way, and go on to that one.
+Where several stages remain (``shorter``), blocks of layers that another one takes over come the
+same way, and go on to that one.
 """
 
 from collections.abc import Sequence

@@ -131,6 +131,10 @@ class PipelineLead:
         return self._answers, self._forward, *beside
 
     @property
+    def awaits_others(self) -> bool:
+        return self._growth is None
+
+    @property
     def num_blocks(self) -> int:
         return self._resident.scheduler.kv_capacity_tokens // BLOCK_TOKENS
 
@@ -145,6 +149,7 @@ class PipelineLead:
             self._growth.wrote((segment,))
 
     def grow(self, stage: Stage | None) -> None:
+        self._drop_shorter()
         self._growth = Growth(self._resident, stage) if stage is not None else None
 
     def shorten(self, stage: Stage, before: Channel, behind: Channel) -> None:
@@ -322,11 +327,7 @@ class PipelineLead:
         return replace(given, hop_s=done.hop_s(answer, now_s, self._size) if alone else 0.0)
 
     def _meet(self, stages: Sequence[StageHello]) -> None:
-        """Learns what the stages are, and how many blocks all of them have.
-
-        Raises:
-            PeerLost: they are not one model.
-        """
+        """Learns what the stages are; ``PeerLost`` if they are not one model."""
         limit_blocks(self._resident, blocks_of(self._resident, stages))
         self._depth = self._size = len(stages)
         self._loading = any(hello.loading for hello in stages[1:])
