@@ -86,10 +86,10 @@ def _with_room(
         return placement
     free_bytes, granule_bytes = room(placement.worker_id)
     needed = stage_room(model, stage, granule_bytes, kv_tokens=_kv_tokens(placement, places, model))
-    could_bytes = placement.device_bytes + free_bytes
-    if could_bytes < needed.least_bytes:
+    if placement.device_bytes + free_bytes < needed.least_bytes:
         return None
-    device_bytes = max(placement.device_bytes, needed.granted_bytes(could_bytes))
+    # No more: stages of a pipeline keep the blocks that they have.
+    device_bytes = max(placement.device_bytes, needed.least_bytes)
     return replace(placement, stage=stage, device_bytes=device_bytes)
 
 
