@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotlight.engine.core.copies import BlockCopies
-from pilotlight.policy.model import Stage
 
 
 @given(
@@ -13,8 +12,7 @@ from pilotlight.policy.model import Stage
 )
 def test_a_copy_has_what_was_written_before_it_ended(events, at_most):
     """By brute force: contents are numbers of writes, and every question is answered at once."""
-    layers = Stage(2, 5)
-    copies, filled = BlockCopies(layers), set()
+    copies, filled = BlockCopies(range(2, 5)), set()
     written, copied = {}, {}
 
     def ask():

@@ -41,18 +41,24 @@ def every_scheme(
     request: StartRequest, servers: tuple[Server, ...], rules: StartRules
 ) -> Iterator[StartScheme]:
     """All of them: each s, each order of servers on nodes of their own, each set of full-memory
-    workers that is large enough, each source.
+    workers that is large enough, each source. Of a model that no device could hold those of several
+    stages, without a full-memory worker.
     """
     model = request.model
-    for size in range(request.instances, min(rules.max_stages, model.spec.num_layers) + 1):
+    for size in range(
+        request.instances if request.whole else 2, min(rules.max_stages, model.spec.num_layers) + 1
+    ):
         stages = even_stages(model.spec, size)
         for order in itertools.permutations(servers, size):
             if len({one.node_id for one in order}) < size:
                 continue
             for roles in itertools.product((True, False), repeat=size):
-                if sum(roles) < request.instances or (size == 1 and not roles[0]):
-                    continue
-                if rules.full_leads and not roles[0]:
+                if request.whole:
+                    if sum(roles) < request.instances or (size == 1 and not roles[0]):
+                        continue
+                    if rules.full_leads and not roles[0]:
+                        continue
+                elif any(roles):
                     continue
                 places = list(zip(order, stages, roles, strict=True))
                 if any(
@@ -106,11 +112,23 @@ def test_it_is_the_best_of_all(
     assert_best(replace(request, instances=instances), servers, rules)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 4), *[st.booleans()] * 3)
+def test_it_is_the_best_of_all_for_what_no_device_could_hold(
+    seed: int, nodes: int, proportional: bool, streaming: bool, full_leads: bool
+) -> None:
+    request, servers = random_start(random.Random(seed), nodes=nodes)
+    rules = StartRules(proportional_shares=proportional, streaming=streaming, full_leads=full_leads)
+    assert_best(replace(request, whole=False), servers, rules)
+
+
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_it_is_the_best_of_all_on_eight_nodes(seed: int) -> None:
+def test_it_is_the_best_of_all_on_eight_nodes(seed: int, whole: bool) -> None:
     request, servers = random_start(random.Random(seed), nodes=8)
     one_each = {one.node_id: one for one in servers}
-    assert_best(request, tuple(one_each.values()), StartRules(max_stages=3))
+    rules = StartRules(max_stages=3, full_leads=not whole)
+    assert_best(replace(request, whole=whole), tuple(one_each.values()), rules)
 
 
 @pytest.mark.parametrize("seed", range(4))

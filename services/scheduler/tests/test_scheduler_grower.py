@@ -14,7 +14,9 @@ from pilotlight.common.waiting import cancel_all
 from pilotlight.policy.cluster import NodeFacts
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.growing import plan_growth
+from pilotlight.policy.control.plan import Room
 from pilotlight.policy.control.reconcile import moved
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.model import Stage
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.anyio
 
 WHOLE, FRONT, BACK = Stage(0, 4), Stage(0, 2), Stage(2, 4)
 MODEL = model()
+LARGE = model(part_bytes=1000)
+"""Of which KV is a small part."""
 
 
 @dataclass(eq=False)
@@ -156,6 +160,55 @@ async def test_nothing_more_is_asked_for_a_group_that_fails(rig: Rig) -> None:
     await rig.woken.wait()
     (growth,) = rig.grower.take()
     assert growth.change.events == (InstanceEvent.CONSOLIDATION_STARTED,)
+
+
+def become_shorter(rig: Rig) -> Room:
+    """Four stages, of which two have room for half of the model."""
+    one = group(rig)
+    places = tuple(
+        replace(
+            one.placements[0],
+            worker_id=WorkerId(f"w{at}"),
+            stage=Stage(at, at + 1),
+            device_bytes=stage_room(LARGE, Stage(at, at + 1)).least_bytes,
+            grant_id=GrantId(f"g{at}"),
+        )
+        for at in range(4)
+    )
+    rig.book.put(Record(instance=replace(one, placements=places), model=LARGE))
+    half = stage_room(LARGE, BACK).least_bytes
+    return lambda worker_id: (half if worker_id in ("w0", "w2") else 0, 1)
+
+
+async def test_a_shorter_pipeline_is_written_down_when_all_of_its_workers_have_room(
+    rig: Rig,
+) -> None:
+    room = become_shorter(rig)
+    rig.grower.begin(plan_growth(rig.book.rows(), room))
+    await rig.woken.wait()
+    (growth,) = rig.grower.take()
+    assert [one.worker_id for one in rig.asked] == ["w0", "w2"]
+    after = moved(group(rig), growth.change, Epoch(1), NOW_S)
+    assert after.state is InstanceState.CONSOLIDATING
+    assert [(one.stage, one.grant_id) for one in after.placements] == [
+        (FRONT, "grown-1"),
+        (Stage(1, 2), "g1"),
+        (BACK, "grown-2"),
+        (Stage(3, 4), "g3"),
+    ]
+    assert rig.released == []
+
+
+async def test_what_one_got_goes_back_where_another_has_no_room(rig: Rig) -> None:
+    """And nothing is asked again at once."""
+    room = become_shorter(rig)
+    rig.full.add(WorkerId("w2"))
+    rig.grower.begin(plan_growth(rig.book.rows(), room))
+    await asyncio.wait(rig.tasks)
+    assert rig.grower.take() == ()
+    assert rig.released == ["grown-1"]
+    rig.grower.begin(plan_growth(rig.book.rows(), room))
+    assert len(rig.tasks) == 1
 
 
 def become_two(rig: Rig, **changes: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pilotlight.common.errors import SourceUnavailable
 from pilotlight.common.messages.engine import StageFailed
 from pilotlight.common.messages.hold import Hold
-from pilotlight.common.messages.pipelines import PipelineLeft
+from pilotlight.common.messages.pipelines import ConnectStage, PipelineLeft
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import FetchPriority, HeldState, Member
 from pilotlight.policy.ids import Generation, InstanceId, NodeId, WorkerId
@@ -164,6 +164,59 @@ async def test_the_same_neighbours_are_looked_for_a_moment_later(make_rig: MakeR
     await rig.until(lambda: (now := rig.held()) is not None and now.generation == 2)
     groups.follow(stages.held)
     assert groups._joined == {INSTANCE}
+
+
+async def test_stages_that_remain_take_their_places_in_a_shorter_pipeline(
+    make_rig: MakeRig,
+) -> None:
+    """Each once for a generation, and again where the ring has come to nothing."""
+    rig = await make_rig()
+    reached = await joined(rig)
+    groups, held = rig.worker._groups, rig.worker.stages.held[INSTANCE]
+    asked: list[ConnectStage] = []
+
+    async def connect_stage(command: ConnectStage) -> None:
+        asked.append(command)
+
+    rig.worker.core.engine.connect_stage = connect_stage
+    first, other = reached.members
+    stages = (Stage(0, 4), Stage(2, 4), Stage(4, 8), Stage(6, 8))
+    members = tuple(
+        replace(first if at == 0 else other, worker_id=WorkerId(f"w{at}"), stage=one, port=at + 1)
+        for at, one in enumerate(stages)
+    )
+    held.growing = msgspec.structs.replace(
+        reached, generation=Generation(2), stage=stages[0], members=members
+    )
+    groups.follow([held])
+    groups.follow([held])
+    await until_asked(asked, 1)
+    assert (asked[0].stage, asked[0].behind.stage, asked[0].behind.port) == (*stages[::2], 3)
+    assert asked[0].shorter
+    groups.on_unformed(INSTANCE)
+    groups.follow([held])
+    await until_asked(asked, 2)
+    # What gives its layers away has no place.
+    held.growing = None
+    held.hold = msgspec.structs.replace(
+        reached, generation=Generation(3), stage=stages[1], members=members
+    )
+    groups.follow([held])
+    # What stays as it is has one.
+    stages = (Stage(0, 6), Stage(2, 4), Stage(4, 6), Stage(6, 8))
+    members = tuple(replace(one, stage=stage) for one, stage in zip(members, stages, strict=True))
+    held.hold = msgspec.structs.replace(held.hold, members=members, stage=stages[3])
+    groups.follow([held])
+    await until_asked(asked, 3)
+    assert (asked[2].stage, asked[2].behind.stage) == (stages[3], Stage(0, 6))
+
+
+async def until_asked(asked: list[ConnectStage], count: int) -> None:
+    async def there() -> bool:
+        return len(asked) >= count
+
+    await until(there)
+    assert len(asked) == count
 
 
 async def test_a_stage_whose_growth_fails_serves_on_and_is_tried_again(

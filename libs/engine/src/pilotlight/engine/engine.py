@@ -19,7 +19,7 @@ from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
 from pilotlight.engine.kv_moves import adopt, export
 from pilotlight.engine.kv_pieces import KvPiece
-from pilotlight.engine.pipeline.entering import enter
+from pilotlight.engine.pipeline.entering import enter, shorten
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.engine.resizing import resize
@@ -223,20 +223,14 @@ class Engine:
         ended = self._ended if must else None
         return resize(self._stages.held(instance_id), device_bytes, ended, target_bytes)
 
-    def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
-        """Begins to give a stage more layers at either end, while it runs; parts follow by
-        ``place_part``.
-
-        A stage that leads a pipeline takes KV over from the stages behind, and runs its old range
-        meanwhile. One that follows runs its old range until the pipeline ends. A later step says
-        that the stage has grown: of one that follows, that all parts are in place. ``device_bytes``
-        is what it has from now on.
-
-        Raises:
-            UnknownInstance: it is not held.
-            BadRequest, StageBusy, NoRoom: see ``extension.begin``.
+    def extend(
+        self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
+    ) -> StageRoom:
+        """As ``extension.begin``; ``UnknownInstance`` if it is not held. A later step says that the
+        stage has grown: of one that follows, that all parts are in place.
         """
-        return extension.begin(self._stages.held(instance_id), stage, device_bytes)
+        resident = self._stages.held(instance_id)
+        return extension.begin(resident, stage, device_bytes, shorter=shorter)
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """As ``extension.call_off``; False of a stage that is not held."""
@@ -269,15 +263,20 @@ class Engine:
         resident.vouched |= vouched
         enter(resident, before, behind, self._monotonic_s())
 
+    def shorten(
+        self, instance_id: InstanceId, stage: Stage, before: Channel, behind: Channel
+    ) -> None:
+        """See ``entering.shorten``; ``UnknownInstance`` if it is not held."""
+        shorten(self._stages.held(instance_id), stage, before, behind)
+
     def vouch(self, instance_id: InstanceId) -> None:
-        """The stage's parts were whole when they were copied: what it computes may leave."""
+        """The parts that a stage has were whole when they were copied."""
         if (resident := self._stages.get(instance_id)) is not None:
             resident.vouched = True
+            resident.target_vouched = resident.parameters.complete
 
     def serves(self, instance_id: InstanceId) -> bool:
-        """``add`` would take requests for it: a whole model, loaded or not, or the leading stage of
-        a connected pipeline.
-        """
+        """``add`` takes requests for it: a whole model, or the lead of a connected pipeline."""
         resident = self._stages.get(instance_id)
         return resident is not None and resident.serves
 
@@ -353,7 +352,7 @@ class Engine:
             raise
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
-        """Cancels a request; nothing, if it has ended, maybe while the abort was on its way."""
+        """Cancels a request; nothing, if it has ended."""
         if found := self._stages.find(RequestKey(request_id, attempt)):
             resident, request = found
             self._ended.append(resident.cancel(request))

@@ -10,6 +10,7 @@
 The stage that leads a pipeline takes over when it has the KV (``pipeline.growth``). One that
 follows has no books of the requests: it runs its old range as long as the pipeline lasts, and takes
 over when that ends. Requests then come to it from the stage that led, with their KV or without.
+Where several stages remain, all of them take over together (``pipeline.shorter``).
 
 A stage of no pipeline serves nothing yet: it has the longer range at once, like a stage that is
 being loaded and has some of its parts already.
@@ -26,13 +27,17 @@ from pilotlight.engine.room import divide
 from pilotlight.policy.model import Stage
 
 
-def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom:
+def begin(
+    resident: ResidentStage, stage: Stage, device_bytes: int, *, shorter: bool = False
+) -> StageRoom:
     """Makes room for a longer range.
 
     Args:
         resident: the stage that grows.
         stage: its range afterwards, with all layers that it has now.
         device_bytes: what the stage has from now on, the new layers included.
+        shorter: its pipeline is to have fewer stages, and it runs the range when those have formed
+            (``Pipeline.shorten``).
 
     Returns:
         How the bytes are divided. In a pipeline the KV cache keeps its size until the stage is a
@@ -58,8 +63,8 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
     memory = resident.memory
     room = divide(memory.arena, memory.decoder, stage, resident.dtype, device_bytes)
     num_blocks = room.kv_capacity_tokens // BLOCK_TOKENS
-    used_blocks = resident.scheduler.kv_capacity_tokens // BLOCK_TOKENS
-    if resident.pipeline is not None and num_blocks < used_blocks:
+    used_blocks = resident.pipeline.num_blocks if resident.pipeline is not None else 0
+    if num_blocks < used_blocks:
         raise NoRoom(
             f"{device_bytes} bytes hold {num_blocks} KV blocks of the longer range; its pipeline uses {used_blocks}"
         )
@@ -70,13 +75,14 @@ def begin(resident: ResidentStage, stage: Stage, device_bytes: int) -> StageRoom
         resident.room = _of_blocks(resident.room, num_blocks)
     resident.kv.extend(stage)
     resident.target, resident.target_bytes = stage, device_bytes
+    resident.target_vouched = False
     resident.room = _of_blocks(room, memory.num_blocks)
     if resident.pipeline is None:
         # What is cached from an earlier pipeline lacks the new layers.
         resident.scheduler.forget_cached()
         resident.stage = stage
         use_all(resident)
-    else:
+    elif not shorter:
         resident.pipeline.grow(stage)
     return resident.room
 
@@ -122,7 +128,9 @@ def call_off(resident: ResidentStage) -> bool:
     """Ends a growth whose parts cannot be had; False if there is none that leaves a stage that
     works.
     """
-    if resident.target is None or resident.pipeline is None or resident.parameters.complete:
+    if resident.target is None or resident.pipeline is None:
+        return False
+    if resident.parameters.complete and not resident.pipeline.awaits_others:
         return False
     resident.pipeline.grow(None)
     resident.target = None

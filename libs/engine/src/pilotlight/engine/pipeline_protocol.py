@@ -30,6 +30,8 @@ class StageStep:
     """The stage leads, and runs its longer range from now on."""
     hop_s: float = 0.0
     """As in ``StepDone``."""
+    unformed: EngineError | None = None
+    """Why no shorter pipeline forms; this one goes on."""
 
 
 class Pipeline(Protocol):
@@ -53,6 +55,16 @@ class Pipeline(Protocol):
     @property
     def leads(self) -> bool:
         """All stages are connected, and this one takes the requests."""
+        ...
+
+    @property
+    def awaits_others(self) -> bool:
+        """The stage leads, and others of a shorter pipeline have not their parts yet."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that its micro-batches may use at most."""
         ...
 
     @property
@@ -82,7 +94,17 @@ class Pipeline(Protocol):
         """The stage gets this range; None: it does not, after all.
 
         One that leads takes the layers over from the stages behind. One that follows goes on as
-        before until the pipeline ends.
+        before until the pipeline ends. A place in a shorter pipeline is given up.
+        """
+        ...
+
+    def shorten(self, stage: Stage, before: Channel, behind: Channel) -> None:
+        """The stage has a place in the ring of a shorter pipeline, which takes the place of this
+        one when all of its stages have their parts (``pipeline.shorter``). One that was made before
+        is given up.
+
+        Raises:
+            BadRequest: it is taking its place at this moment.
         """
         ...
 

@@ -85,6 +85,8 @@ class ResidentStage:
         """The longer range that it is to have, while parts or KV of that are missing
         (``extension``)."""
         self.target_bytes = 0
+        self.target_vouched = False
+        """As ``vouched``, of that range."""
         self.dtype = dtype
         self.pipeline: Pipeline | None = None
         self.vouched = False

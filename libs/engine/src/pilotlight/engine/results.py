@@ -95,3 +95,5 @@ class StepResult(StepDone, frozen=True, kw_only=True):
     """Stages that are in no pipeline any more, since the leading one has taken all of their layers
     over."""
     grown: tuple[GrownStage, ...] = ()
+    unformed: tuple[LostPipeline, ...] = ()
+    """Stages that are in a pipeline, of which no shorter one forms."""

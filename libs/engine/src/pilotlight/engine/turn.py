@@ -79,6 +79,9 @@ def step_result(
         lost=(_lost(resident.instance_id, done.lost),) if resident and done.lost else (),
         left=(resident.instance_id,) if resident and done.left else (),
         grown=(*grown, resident.grown) if resident and done.grown else tuple(grown),
+        unformed=(_lost(resident.instance_id, done.unformed),)
+        if resident and done.unformed
+        else (),
         hop_s=done.hop_s,
         turn_of=resident.instance_id if resident else None,
     )

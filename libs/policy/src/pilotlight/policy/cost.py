@@ -225,9 +225,14 @@ class StageRoom:
         return min(max(self.least_bytes, self.usual_bytes), self.least_bytes + beyond)
 
 
-def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
-    """Room that a stage needs at least, and takes where it can, on a device whose memory comes in
-    granules.
+def stage_room(model: Model, stage: Stage, granule_bytes: int = 1, kv_tokens: int = 0) -> StageRoom:
+    """Room that a stage needs at least, and takes where it can.
+
+    Args:
+        model: Of the stage.
+        stage: Its layers.
+        granule_bytes: In which the device's memory comes.
+        kv_tokens: For which KV there has to be room, where that is more than usual.
     """
     per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
     context = model.spec.max_context_tokens
@@ -236,7 +241,7 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
     wasted = (granule_bytes - 1) * (len(model.spec.parts_of(stage)) + 2 * stage.num_layers)
     parameters = model.device_bytes(stage) + wasted
     return StageRoom(
-        least_bytes=parameters + per_token * min(context, LEAST_KV_TOKENS),
+        least_bytes=parameters + per_token * max(kv_tokens, min(context, LEAST_KV_TOKENS)),
         usual_bytes=parameters + per_token * max(context, USUAL_KV_TOKENS),
     )
 

@@ -228,7 +228,8 @@ def _by_policy(
     if not found.fitting and not found.makeable:
         return _none(model, fleet, found.rejected, least)
     workers = (*found.fitting, *found.makeable)
-    chosen = choose_with(model, workers, snapshot, choice, known, instances)
+    whole = is_within_a_device(model, fleet)
+    chosen = choose_with(model, workers, snapshot, choice, known, instances, whole=whole)
     if chosen is None:
         none = _none(model, fleet, found.rejected, least)
         return replace(none, reason=f"{none.reason}, or what runs there would be late")
@@ -292,10 +293,7 @@ def _none(
         smallest: Of the stages that a worker may be asked to hold.
     """
     least = {size: stage_room(model, model.spec.whole, size[0]).least_bytes for size in fleet.sizes}
-    hopeless = all(
-        memory_bytes < least[granule_bytes, memory_bytes]
-        for granule_bytes, memory_bytes in fleet.sizes
-    )
+    hopeless = not is_within_a_device(model, fleet, smallest)
     serving = sum(fleet.sizes.values())
     if not fleet.workers:
         reason = "no worker has reported"
@@ -306,16 +304,21 @@ def _none(
         reason = f"the model needs {min(least.values())} bytes of device memory, more than any worker has{others}"
     else:
         reason = f"none of {fleet.workers} workers has room or can make it"
-    never_fits = 0 < serving == fleet.workers and all(
-        memory_bytes < stage_room(model, smallest, granule_bytes).least_bytes
-        for granule_bytes, memory_bytes in fleet.sizes
-    )
     return SchemeChoice(
         scheme=None,
         no_worker_ever=hopeless,
-        never_fits=never_fits,
+        never_fits=hopeless and 0 < serving == fleet.workers,
         rejected=rejected,
         reason=reason,
+    )
+
+
+def is_within_a_device(model: Model, fleet: Fleet, stage: Stage | None = None) -> bool:
+    """Whether some device could hold the whole model, or a stage of it, if it were empty."""
+    layers = stage or model.spec.whole
+    return any(
+        memory_bytes >= stage_room(model, layers, granule_bytes).least_bytes
+        for granule_bytes, memory_bytes in fleet.sizes
     )
 
 

@@ -57,8 +57,11 @@ class ServiceRules:
         return instance.state in SERVING and in_use and not self.has_served(instance, now_s)
 
     def keeps(self, instance: Instance, now_s: float) -> bool:
-        """Whether an instance stays whatever it is worth: it is on its way, or owed service."""
-        return instance.state in STARTING or self.is_settling_in(instance, now_s)
+        """Whether an instance stays whatever it is worth: it is on its way, or owed service, or a
+        group that has requests, of which the workers behind its lead say nothing.
+        """
+        busy = len(instance.placements) > 1 and instance.in_flight > 0
+        return instance.state in STARTING or busy or self.is_settling_in(instance, now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

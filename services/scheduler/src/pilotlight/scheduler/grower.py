@@ -17,7 +17,7 @@ from pilotlight.common.errors import CapacityError, TransientError
 from pilotlight.common.ids import new_decision_id
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.control.books import Record
-from pilotlight.policy.control.growing import growth_of
+from pilotlight.policy.control.growing import growth_of, is_shorter
 from pilotlight.policy.control.plan import GrowOrder
 from pilotlight.policy.control.reconcile import Change
 from pilotlight.policy.ids import Generation, GrantId, InstanceId, WorkerId
@@ -75,10 +75,12 @@ class Grower:
             record = self.book.get(order.instance_id)
             if record is None or not record.is_row or order.instance_id in self._asking:
                 continue
-            instance = record.instance
-            if instance.state is InstanceState.READY or instance.instance_id not in self._denied:
+            instance, shorter = record.instance, is_shorter(order)
+            may_wait = instance.state is InstanceState.READY and not shorter
+            if may_wait or instance.instance_id not in self._denied:
                 self._asking.add(order.instance_id)
-                self.spawn(self._ask(order, instance), f"grow {order.instance_id}")
+                asking = self._ask_all if shorter else self._ask
+                self.spawn(asking(order, instance), f"grow {order.instance_id}")
 
     def take(self) -> tuple[Growth, ...]:
         """What has its room and may be written down now. Room of groups that have changed meanwhile
@@ -129,6 +131,31 @@ class Grower:
         else:
             self._asking.discard(seen.instance_id)
 
+    async def _ask_all(self, order: GrowOrder, seen: Instance) -> None:
+        """Once: a shorter pipeline needs the room of all of its workers. What some got where
+        another was refused is given back, and a later tick may want others.
+
+        Raises:
+            NotLeader: the term is over.
+        """
+        record = self.book.get(order.instance_id)
+        assert record is not None, "a group that is a row stays in the books until it has ended"
+        asked = [one for one in order.placements if one not in seen.placements]
+        granted: dict[WorkerId, GrantId] = {}
+        for one in asked:
+            grant_id = await self._room_for(seen, record, one)
+            if grant_id is None:
+                break
+            granted[one.worker_id] = grant_id
+        if len(granted) == len(asked):
+            self._granted.append(_growth(order, seen, record, granted))
+            self.wake()
+            return
+        for grant_id in granted.values():
+            self.effects.release(grant_id)
+        self._denied[seen.instance_id] = self.clock.monotonic_s() + DENIED_S
+        self._asking.discard(seen.instance_id)
+
     async def _room_for(
         self, seen: Instance, record: Record, longer: Placement, *, quiet: bool = False
     ) -> GrantId | None:
@@ -139,7 +166,7 @@ class Grower:
         except (TransientError, CapacityError) as error:
             if not quiet:
                 log.info(
-                    "a group waits for room to become whole instances",
+                    "a group waits for room to grow",
                     action="growth_waits",
                     instance_id=seen.instance_id,
                     worker_id=longer.worker_id,

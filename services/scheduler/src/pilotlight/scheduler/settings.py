@@ -40,7 +40,7 @@ class SchedulerSettings(
         ge=1,
         le=8,
         description="Workers that may share a start of one model: each, on a node of its own, brings a range of its layers, and the first "
-        "then takes on the whole model. 1: every start has one worker.",
+        "then takes on the whole model, or as few as have room for it share it for good. 1: every start has one worker.",
     )
     consolidate: bool = Field(
         True,

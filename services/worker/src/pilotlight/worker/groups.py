@@ -13,9 +13,11 @@ import structlog
 
 from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import StageRefused
+from pilotlight.common.messages.hold import Hold
 from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor, PipelineLeft, StageAddress
 from pilotlight.policy.cluster import HeldState, Member
-from pilotlight.policy.ids import InstanceId, WorkerId
+from pilotlight.policy.ids import Generation, InstanceId, WorkerId
+from pilotlight.policy.remaining import remaining
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held
 
@@ -48,14 +50,17 @@ class Groups:
         self._asked_door = False
         self._joined: set[InstanceId] = set()
         """Asked for, or done."""
+        self._closing: dict[InstanceId, Generation] = {}
+        """Those that have been asked to take their place in a shorter pipeline, and when."""
         self._begun: set[InstanceId] = set()
         """The engine knows of these, though parts of them may still come."""
         self._broken: dict[InstanceId, tuple[float, frozenset[WorkerId]]] = {}
         """When pipelines broke, and whose they were."""
 
-    def on_begun(self, instance_id: InstanceId) -> None:
+    def on_begun(self, instance_id: InstanceId, stages: Iterable[Held]) -> None:
         """The engine makes room for a stage: it can be joined from now on."""
         self._begun.add(instance_id)
+        self.follow(stages)
 
     def follow(self, stages: Iterable[Held]) -> None:
         """Do what can be done now for the stages that are held."""
@@ -65,6 +70,7 @@ class Groups:
         self._joined.intersection_update(held.hold.instance_id for held in stages)
         there = {held.hold.instance_id for held in stages}
         self._broken = {one: broke for one, broke in self._broken.items() if one in there}
+        self._closing = {one: asked for one, asked in self._closing.items() if one in there}
         if not stages or not self._core.engine.alive or self._secrets_dir is None:
             return
         if not self._asked_door:
@@ -76,8 +82,10 @@ class Groups:
         for held in stages:
             loads = held.state is HeldState.LOADING and held.hold.instance_id in self._begun
             waits = self._waits(held)
-            if (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
-                self._join(held)
+            if held.joined and held.state is HeldState.READY and not self._broke(held):
+                self._close_ring(held)
+            elif (held.idle or loads) and held.hold.instance_id not in self._joined and not waits:
+                self._join(held, held.hold, held.hold.members)
 
     def on_door(self, port: int) -> None:
         """The engine listens."""
@@ -91,10 +99,15 @@ class Groups:
         else:
             self._joined.discard(refused.instance_id)
 
+    def on_unformed(self, instance_id: InstanceId) -> None:
+        """A stage has no place in a shorter pipeline: the next look asks again."""
+        self._closing.pop(instance_id, None)
+
     def on_left(self, left: PipelineLeft, held: Held | None) -> None:
         """A stage is joined no more. One whose layers were taken over need not be again."""
         if left.code:
             self._joined.discard(left.instance_id)
+            self._closing.pop(left.instance_id, None)
             if held is not None:
                 broke_s = self._core.clock.monotonic_s()
                 self._broken[left.instance_id] = broke_s, _workers_of(held)
@@ -107,6 +120,13 @@ class Groups:
             self.port, self._asked_door = 0, False
         self._joined = set() if instances is None else self._joined - instances
         self._begun = set() if instances is None else self._begun - instances
+        gone = self._closing.keys() if instances is None else instances
+        self._closing = {one: at for one, at in self._closing.items() if one not in gone}
+
+    def _broke(self, held: Held) -> bool:
+        """Its pipeline broke, and it has not been joined since."""
+        name = held.hold.instance_id
+        return name in self._broken and name not in self._joined
 
     def _waits(self, held: Held) -> bool:
         """Its pipeline has just broken, and it has no other neighbours yet."""
@@ -117,25 +137,45 @@ class Groups:
         soon = self._core.clock.monotonic_s() - broke_s < REJOIN_AFTER_S
         return soon and workers == _workers_of(held)
 
-    def _join(self, held: Held) -> None:
-        members = held.hold.members
-        mine = [index for index, one in enumerate(members) if one.stage == held.hold.stage]
+    def _close_ring(self, held: Held) -> None:
+        """The group is to be a shorter pipeline: a stage that remains gets its neighbours there."""
+        hold = held.growing or held.hold
+        kept = remaining([member.stage for member in hold.members])
+        if kept and self._closing.get(hold.instance_id) != hold.generation:
+            members = tuple(hold.members[at] for at in kept)
+            if self._join(held, hold, members, shorter=True):
+                self._closing[hold.instance_id] = hold.generation
+
+    def _join(
+        self, held: Held, hold: Hold, members: Sequence[Member], *, shorter: bool = False
+    ) -> bool:
+        """Have the engine look for its neighbours, if all are known; whether it was asked.
+
+        Args:
+            held: the stage.
+            hold: what it is, or is about to be.
+            members: of the ring.
+            shorter: beside the pipeline that it is in.
+        """
+        mine = [index for index, one in enumerate(members) if one.stage == hold.stage]
         if (
             not mine
             or not _is_pipeline(members)
             or not all(one.host and one.port for one in members)
         ):
-            return
+            return False
         behind = members[(mine[0] + 1) % len(members)]
         command = ConnectStage(
-            instance_id=held.hold.instance_id,
-            stage=held.hold.stage,
+            instance_id=hold.instance_id,
+            stage=hold.stage,
             behind=_address_of(behind),
             timeout_s=CONNECT_TIMEOUT_S,
             proven=held.idle,
+            shorter=shorter,
         )
-        self._joined.add(held.hold.instance_id)
-        self._core.background.spawn(f"join {held.hold.instance_id}", self._connect(command))
+        self._joined.add(hold.instance_id)
+        self._core.background.spawn(f"join {hold.instance_id}", self._connect(command))
+        return True
 
     async def _open(self, command: OpenDoor) -> None:
         try:

@@ -27,6 +27,7 @@ from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Moment, PhaseName
+from pilotlight.policy.remaining import remaining
 from pilotlight.worker.artifacts import Artifacts, Found
 from pilotlight.worker.core import WorkerCore
 
@@ -34,6 +35,9 @@ PART_DEADLINE_S = 300.0
 """Between two parts. A loader says itself when a source stalls; this is for a loader that hangs."""
 LOADED_DEADLINE_S = 120.0
 """From the last part handed over to the stage's stand."""
+FORMING_DEADLINE_S = 3600.0
+"""The same for a stage of a pipeline that is to have fewer: it waits for the parts of others, which
+yield to all other fetches, and each of which has a deadline of its own."""
 
 
 _Told = TypeVar("_Told", StageLoaded, StageGrown)
@@ -193,6 +197,7 @@ class StageLoader:
         spec = hold.model.spec
         have = spec.parts_of(held)
         parts = tuple(part for part in spec.parts_of(hold.stage) if part not in have)
+        shorter = bool(remaining([member.stage for member in hold.members]))
         with (
             with_parent(hold.trace_parent),
             span("grow", instance_id=hold.instance_id, model=hold.model.name),
@@ -214,10 +219,16 @@ class StageLoader:
                     stage=hold.stage,
                     device_bytes=hold.device_bytes,
                     pool_path=lease.pool_path,
+                    shorter=shorter,
                 )
                 await made_room()
                 await self._core.engine.extend_stage(extend)
-                return await self._fed(hold, lease, grown)
+                within_s = FORMING_DEADLINE_S if shorter else LOADED_DEADLINE_S
+                result = await self._fed(hold, lease, grown, within_s)
+                if shorter:
+                    vouch = VouchStage(instance_id=hold.instance_id)
+                    await self._core.engine.vouch_stage(vouch)
+                return result
 
     async def call_off(self, instance_id: InstanceId, error: PilotlightError) -> None:
         """Have the engine give up a growth that failed; one that is dead has done so."""
@@ -226,7 +237,13 @@ class StageLoader:
                 CallOffExtend(instance_id=instance_id, code=error.code, message=error.message)
             )
 
-    async def _fed(self, hold: Hold, lease: PartLease, told: asyncio.Future[_Told]) -> _Told:
+    async def _fed(
+        self,
+        hold: Hold,
+        lease: PartLease,
+        told: asyncio.Future[_Told],
+        within_s: float = LOADED_DEADLINE_S,
+    ) -> _Told:
         """Hand the parts of a lease over, and wait for what the engine says at the end, or
         before.
         """
@@ -236,7 +253,7 @@ class StageLoader:
             await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
             if not told.done():
                 feeding.result()
-            result = await within(LOADED_DEADLINE_S, asyncio.shield(told), "placing the last part")
+            result = await within(within_s, asyncio.shield(told), "placing the last part")
         finally:
             await cancel_all((feeding,))
         if not lease.intact:

@@ -33,6 +33,7 @@ from pilotlight.common.messages.graphs import StageGraphs, StageKernels
 from pilotlight.common.messages.pipelines import (
     DoorOpened,
     PipelineLeft,
+    RingUnformed,
     StageConnected,
     StageGrown,
     StageRenamed,
@@ -305,6 +306,8 @@ class Worker:
             case PipelineLeft():
                 self._groups.on_left(event, self.stages.held.get(event.instance_id))
                 self.stages.on_pipeline_left(event)
+            case RingUnformed():
+                self._groups.on_unformed(event.instance_id)
             case DoorOpened():
                 self._groups.on_door(event.port)
             case StageUnloaded():
@@ -329,8 +332,7 @@ class Worker:
 
     def _on_begun(self, instance_id: InstanceId) -> None:
         """The stages of a group are joined while their parts come."""
-        self._groups.on_begun(instance_id)
-        self._groups.follow(self.stages.held)
+        self._groups.on_begun(instance_id, self.stages.held)
 
     def _on_renewed(self) -> None:
         """Another process is the engine, and listens nowhere yet."""
@@ -392,9 +394,6 @@ class Worker:
                 await self.core.engine.kill(f"it said nothing for {HANG_S:g} s")
             for instance_id in self.stages.held.overdue(now_s):
                 # Unloading it, which is next, ends them in the engine.
-                self._delivery.fail(
-                    NotLoaded.code,
-                    "its instance makes room for others: it goes on elsewhere",
-                    instance_id,
-                )
+                why = "its instance makes room for others: it goes on elsewhere"
+                self._delivery.fail(NotLoaded.code, why, instance_id)
             self.stages.on_requests_ended()

@@ -13,6 +13,7 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     PipelineLeft,
     RenameStage,
+    RingUnformed,
     StageConnected,
     StageGrown,
     StageRenamed,
@@ -392,6 +393,7 @@ FromEngine = (
     | StageResized
     | StageRefused
     | PipelineLeft
+    | RingUnformed
     | KvExported
     | RequestReleased
     | StageRenamed

@@ -43,6 +43,9 @@ class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
     """For each of the two channels."""
     proven: bool = True
     """Its parts are in place, and were whole. Else ``VouchStage`` follows when that is known."""
+    shorter: bool = False
+    """The stage is in a pipeline, which runs on until one of fewer stages takes its place: these
+    are its neighbours there. ``RingUnformed`` follows where nothing comes of that."""
 
 
 class VouchStage(Message, tag="vouch", frozen=True, kw_only=True):
@@ -66,6 +69,8 @@ class ExtendStage(Message, tag="extend", frozen=True, kw_only=True):
     device_bytes: int
     """What the stage has from now on."""
     pool_path: str
+    shorter: bool = False
+    """Its pipeline is to have fewer stages: it runs the longer range when these have formed."""
 
 
 class CallOffExtend(Message, tag="call_off", frozen=True, kw_only=True):
@@ -104,7 +109,7 @@ class StageConnected(Message, tag="connected", frozen=True, kw_only=True):
 
 class StageGrown(Message, tag="grown", frozen=True, kw_only=True):
     """The stage has its longer range. One that follows in a pipeline runs it when the pipeline
-    ends; ``StageOpened`` tells that.
+    ends, or has become shorter; ``StageOpened`` tells that of a whole model.
     """
 
     instance_id: InstanceId
@@ -122,6 +127,14 @@ class PipelineLeft(Message, tag="left", frozen=True, kw_only=True):
     instance_id: InstanceId
     code: str = ""
     message: str = ""
+
+
+class RingUnformed(Message, tag="ring_unformed", frozen=True, kw_only=True):
+    """A stage has no place in a shorter pipeline, or has lost it; the one that it is in runs on."""
+
+    instance_id: InstanceId
+    code: str
+    message: str
 
 
 class StageRenamed(Message, tag="renamed", frozen=True, kw_only=True):

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Set
 
-from pilotlight.policy.model import Stage
-
 
 class BlockCopies:
     """The books of one copy of layers' KV blocks.
@@ -17,10 +15,12 @@ class BlockCopies:
         to do    layer 2          [ 3 )     layer 2 [ 3 )  layer 3 [ 3 )
     """
 
-    def __init__(self, layers: Stage) -> None:
-        self._copied: dict[int, set[int]] = {
-            layer: set() for layer in range(layers.start, layers.stop)
-        }
+    def __init__(self, layers: Iterable[int]) -> None:
+        self._copied: dict[int, set[int]] = {layer: set() for layer in layers}
+
+    def __contains__(self, layer: int) -> bool:
+        """Whether the layer's blocks are copied."""
+        return layer in self._copied
 
     def wrote(self, blocks: Iterable[int]) -> None:
         """Batches change the contents of blocks, in every layer."""

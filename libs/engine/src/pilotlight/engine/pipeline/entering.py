@@ -5,6 +5,7 @@ from pilotlight.engine.errors import BadRequest
 from pilotlight.engine.pipeline.follow import PipelineFollower
 from pilotlight.engine.pipeline.lead import PipelineLead
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.policy.model import Stage
 
 
 def enter(resident: ResidentStage, before: Channel, behind: Channel, now_s: float) -> None:
@@ -28,3 +29,22 @@ def enter(resident: ResidentStage, before: Channel, behind: Channel, now_s: floa
         resident.pipeline = PipelineLead(resident, before, behind, now_s)
     else:
         resident.pipeline = PipelineFollower(resident, before, behind)
+
+
+def shorten(resident: ResidentStage, stage: Stage, before: Channel, behind: Channel) -> None:
+    """Give a stage its place in a shorter pipeline, while the one that it is in runs on.
+
+    Args:
+        resident: the stage; it may have a longer range to come. It owns both channels from now on.
+        stage: its range in the shorter pipeline.
+        before: from the stage that is before it there.
+        behind: to the one behind it there.
+
+    Raises:
+        BadRequest: it is in no pipeline, or has layers beside that range.
+    """
+    if resident.pipeline is None or not resident.stage.is_within(stage):
+        raise BadRequest(
+            f"{resident.instance_id} is in no pipeline, or has not its layers in [{stage.start}, {stage.stop})"
+        )
+    resident.pipeline.shorten(stage, before, behind)

@@ -11,10 +11,11 @@ from pilotlight.engine.core.batch import Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.sampler import SampledToken
-from pilotlight.engine.errors import EngineError, PeerLost
-from pilotlight.engine.extension import leave_pipeline
+from pilotlight.engine.errors import BadRequest, EngineError, PeerLost
+from pilotlight.engine.extension import leave_pipeline, take_over
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces
 from pilotlight.engine.pipeline.arriving import ArrivingLayers
+from pilotlight.engine.pipeline.checks import check_batch, check_blocks
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
     KvBlocks,
@@ -24,7 +25,6 @@ from pilotlight.engine.pipeline.frames import (
     OpenedRequest,
     RequestsClosed,
     SampledTokens,
-    StageHello,
     StageRefuses,
     StagesUp,
     header_of,
@@ -32,8 +32,11 @@ from pilotlight.engine.pipeline.frames import (
     tensor_of,
     unpack,
 )
+from pilotlight.engine.pipeline.meeting import hello_of
+from pilotlight.engine.pipeline.shorter import NextPlace, keep_copy
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.resizing import limit_blocks
 from pilotlight.engine.sampling import sample_allowed
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
@@ -50,13 +53,20 @@ class PipelineFollower:
     leads knows nothing of them.
     """
 
-    def __init__(self, resident: ResidentStage, before: Channel, behind: Channel) -> None:
+    def __init__(
+        self,
+        resident: ResidentStage,
+        before: Channel,
+        behind: Channel,
+        leaving: tuple[Channel, ...] = (),
+    ) -> None:
         """Joins.
 
         Args:
             resident: the stage.
             before: from the stage before.
             behind: to the next one; from the last stage, to stage 0.
+            leaving: of a longer ring that is over; the leader may not know that yet.
         """
         self._resident = resident
         self._before = before
@@ -70,6 +80,11 @@ class PipelineFollower:
         """What is in place of each request that the leader has open."""
         self._requests: dict[RequestKey, Request] = {}
         """Their tokens, on the last stage."""
+        self._blocks = resident.num_blocks
+        """As many as this stage and those before it have."""
+        self._next: NextPlace | None = None
+        """In the ring of a shorter pipeline."""
+        self._leaving = leaving
         self._arriving = ArrivingLayers(resident)
         self._waiting: HiddenStates | None = None
         """The micro-batch that waits for parts."""
@@ -81,12 +96,14 @@ class PipelineFollower:
     @property
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
-        before, behind = (channel.readable for channel in self.channels)
+        before, behind, *ahead = [channel.readable for channel in self._own_channels]
+        self._hang_up()
+        aside = behind or any(ahead) or (self._next is not None and self._next.due)
         if self._kept is not None:
-            return self._resident.vouched or behind or self._before.lost
+            return self._resident.vouched or aside or self._before.lost
         if self._waiting is not None:
-            return self._arriving.can_go or behind or self._before.lost
-        return before or behind
+            return self._arriving.can_go or aside or self._before.lost
+        return before or aside
 
     @property
     def waits(self) -> bool:
@@ -102,7 +119,20 @@ class PipelineFollower:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        return self._before, self._behind
+        return *self._own_channels, *self._leaving
+
+    @property
+    def _own_channels(self) -> tuple[Channel, ...]:
+        ahead = self._next.channels if self._next is not None else ()
+        return self._before, self._behind, *ahead
+
+    @property
+    def awaits_others(self) -> bool:
+        return False
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks
 
     def placed(self, key: RequestKey) -> Segment | None:
         return self._segments.get(key)
@@ -113,12 +143,20 @@ class PipelineFollower:
     def grow(self, stage: Stage | None) -> None:
         """Nothing changes before the pipeline ends (``extension``)."""
 
+    def shorten(self, stage: Stage, before: Channel, behind: Channel) -> None:
+        if self._over:
+            raise BadRequest(f"{self._resident.instance_id} is about to leave its pipeline")
+        if self._next is not None:
+            self._next.close()
+        self._next = NextPlace(self._resident, stage, before, behind)
+
     def close(self) -> None:
-        self._before.close()
-        self._behind.close()
+        for channel in self.channels:
+            channel.close()
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
         """Takes one frame."""
+        unformed = self._look_ahead()
         try:
             if self._behind.readable:
                 raise PeerLost(
@@ -141,21 +179,45 @@ class PipelineFollower:
             )
             self._refuse(refusal)
             return self._lose(refusal)
-        return StageStep()
+        return StageStep(unformed=unformed)
+
+    def _look_ahead(self) -> PeerLost | None:
+        """Goes on with the ring of a shorter pipeline, if one is to form; why none does."""
+        if self._next is not None and not self._over:
+            try:
+                self._next.look()
+            except PeerLost as error:
+                self._next.close()
+                self._next = None
+                return error
+        return None
+
+    def _go_round(self, place: NextPlace) -> None:
+        """Has its place from now on. The old ring is open until the leader has heard of it."""
+        resident = self._resident
+        if resident.target is not None:
+            take_over(resident)
+        limit_blocks(resident, resident.num_blocks)
+        old = self._before, self._behind
+        resident.pipeline = PipelineFollower(resident, *place.channels, leaving=old)
+
+    def _hang_up(self, *, told: bool = False) -> None:
+        """Lets go of a longer ring, where the leader goes on in this one."""
+        gone = [channel.lost for channel in self._leaving]  # What was not taken leaves then.
+        if told or any(gone):
+            for channel in self._leaving:
+                channel.close()
+            self._leaving = ()
 
     def _take(self, frame: Frame) -> None:
         header = unpack(frame)
         match header:
             case StagesUp():
                 resident = self._resident
-                hello = StageHello(
-                    stage=resident.stage,
-                    spec=resident.spec,
-                    dtype=resident.dtype,
-                    num_blocks=resident.num_blocks,
-                    loading=not (resident.complete and resident.vouched),
-                )
-                self._send(pack(StagesUp(stages=(*header.stages, hello))))
+                loading = not (resident.complete and resident.vouched)
+                stages = (*header.stages, hello_of(resident, resident.stage, loading=loading))
+                self._blocks = min(hello.num_blocks for hello in stages)
+                self._send(pack(StagesUp(stages=stages)))
             case HiddenStates():
                 self._run(header, frame)
             case RequestsClosed():
@@ -167,17 +229,27 @@ class PipelineFollower:
             case KvWanted():
                 self._copy(header, frame)
             case KvCopied():
-                self._send(frame)
+                # Some come in a ring that has just taken the place of a longer one.
+                if self._layers is None or not keep_copy(
+                    self._resident, self._layers, header, frame
+                ):
+                    self._send(frame)
             case LeaderRuns():
                 self._give_up(header.stop)
                 self._send(frame)
+                if self._over and self._next is not None and self._next.answered:
+                    self._go_round(self._next)
             case StageRefuses():
                 raise PeerLost(header.message)
             case SampledTokens():
                 raise PeerLost("sampled tokens came to a stage that does not lead")
 
     def _run(self, header: HiddenStates, frame: Frame) -> None:
-        self._check(header)
+        self._hang_up(told=True)
+        check_batch(header, self._resident.num_blocks)
+        known = self._requests.keys() - set(header.closed) | {one.key for one in header.opened}
+        if self._is_last and not known.issuperset(header.keys):
+            raise PeerLost("a micro-batch has requests that were not opened")
         self._close_requests(header.closed)
         for opened in header.opened:
             self._open(opened)
@@ -250,34 +322,6 @@ class PipelineFollower:
             self._segments.pop(key, None)
             self._requests.pop(key, None)
 
-    def _check(self, header: HiddenStates) -> None:
-        """Refuses a micro-batch that would read or write what is not there.
-
-        Raises:
-            PeerLost: the leader's books are not ours.
-        """
-        if len(header.keys) != len(header.segments):
-            raise PeerLost("a micro-batch has more requests than segments, or fewer")
-        for segment in header.segments:
-            if (
-                segment.start < 0
-                or segment.count < 1
-                or len(segment.blocks) < blocks_for(segment.stop)
-            ):
-                raise PeerLost(
-                    f"a micro-batch has the segment [{segment.start}, {segment.stop}) in {len(segment.blocks)} blocks"
-                )
-            self._check_blocks(segment.blocks)
-        known = self._requests.keys() - set(header.closed) | {
-            opened.key for opened in header.opened
-        }
-        if self._is_last and not known.issuperset(header.keys):
-            raise PeerLost("a micro-batch has requests that were not opened")
-
-    def _check_blocks(self, blocks: Sequence[int]) -> None:
-        if any(not 0 <= block < self._resident.num_blocks for block in blocks):
-            raise PeerLost("the leader names KV blocks that this stage does not have")
-
     def _open(self, opened: OpenedRequest) -> None:
         if self._is_last:
             self._requests[opened.key] = Request(
@@ -298,7 +342,7 @@ class PipelineFollower:
             keys_and_values=keys_and_values,
         )
         check_pieces([piece], self._resident.spec, self._resident.dtype)
-        self._check_blocks(header.blocks)
+        check_blocks(header.blocks, self._resident.num_blocks)
         if len(header.blocks) < blocks_for(piece.stop):
             raise PeerLost(f"{len(header.blocks)} KV blocks come for {piece.stop} positions")
         if layers is not None and (mine := piece.cut(layers, piece.start, piece.stop)):
@@ -310,7 +354,7 @@ class PipelineFollower:
         """Gives blocks of one of this stage's layers to the leader; a question about another layer
         goes on.
         """
-        self._check_blocks(wanted.blocks)
+        check_blocks(wanted.blocks, self._resident.num_blocks)
         if self._layers is None or not self._layers.start <= wanted.layer < self._layers.stop:
             if self._is_last:
                 raise PeerLost(f"the leader wants layer {wanted.layer}, which no stage runs")
@@ -325,10 +369,7 @@ class PipelineFollower:
         )
 
     def _give_up(self, leader_stop: int) -> None:
-        """Runs what the leader does not run.
-
-        The memory of the other layers stays until the stage is unloaded.
-        """
+        """Runs what the leader does not run. The memory of the rest stays until it is unloaded."""
         self._over = leader_stop == self._resident.spec.num_layers
         if self._layers is not None and leader_stop > self._layers.start:
             stop = self._layers.stop
@@ -349,10 +390,8 @@ class PipelineFollower:
         return StageStep(left=True)
 
     def _lose(self, error: PeerLost) -> StageStep:
-        """Leaves the pipeline; both neighbours notice.
-
-        The stage itself stays. It has its longer range, if it was to have one; else it can join
-        another pipeline.
+        """Leaves the pipeline; both neighbours notice. The stage stays, with its longer range if
+        it was to have one.
         """
         self.close()
         leave_pipeline(self._resident)

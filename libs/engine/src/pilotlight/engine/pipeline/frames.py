@@ -11,6 +11,7 @@ from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import PeerLost
+from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.sampling import Allowed
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.request import RequestKey, Sampling
@@ -34,6 +35,8 @@ class StageHello(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     loading: bool = False
     """Parts of it are missing, or it is not known yet that they were whole: it answers later."""
+    held: Stage | None = None
+    """In the ring of a shorter pipeline: what it runs while that forms; None: the same."""
 
 
 class StagesUp(msgspec.Struct, tag="up", frozen=True, kw_only=True):
@@ -176,6 +179,19 @@ def pack(header: Header, tensor: Tensor | None = None) -> Frame:
     if tensor is not None and tensor.numel():
         payload = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return Frame(_encoder.encode(header), payload)
+
+
+def kv_frame(segment: Segment, piece: KvPiece) -> Frame:
+    """Keys and values of a request that moved here, in its blocks."""
+    tensor = piece.keys_and_values.contiguous()
+    header = KvBlocks(
+        key=piece.key,
+        layers=piece.layers,
+        blocks=segment.blocks,
+        start=piece.start,
+        tensor=header_of(tensor),
+    )
+    return pack(header, tensor)
 
 
 def unpack(frame: Frame) -> Header:

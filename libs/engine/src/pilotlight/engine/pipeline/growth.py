@@ -11,6 +11,9 @@ run.
 
 This is the consolidation of ParaServe (section 6: the KV of the other stages moves to one worker),
 with one difference: blocks move while the pipeline decodes, and it pauses for the last ones alone.
+
+Where several stages remain (``shorter``), blocks of layers that another one takes over come the
+same way, and go on to that one.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ from pilotlight.engine.core.batch import Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.core.copies import BlockCopies
 from pilotlight.engine.errors import PeerLost
-from pilotlight.engine.pipeline.frames import KvCopied, KvWanted, LeaderRuns, pack, tensor_of
+from pilotlight.engine.pipeline.frames import KvCopied, KvWanted, LeaderRuns, pack
+from pilotlight.engine.pipeline.shorter import SEND_TIMEOUT_S, ShorterRing, fits, keep_copy
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.model import Stage
 
@@ -41,21 +45,26 @@ class GrowthState(Enum):
 class Growth:
     """The leader's side. One question is under way at a time."""
 
-    def __init__(self, resident: ResidentStage, target: Stage) -> None:
+    def __init__(
+        self, resident: ResidentStage, target: Stage, ring: ShorterRing | None = None
+    ) -> None:
         """Begins with the parts.
 
         Args:
             resident: the stage that leads; it has memory for the target.
             target: the range that it is to have.
+            ring: of the stages that remain, where others do; all have their parts.
         """
         self._resident = resident
-        self.target = target
+        self._target = target
+        self.ring = ring
         self.state = GrowthState.PLACING
-        new = Stage(resident.stage.stop, target.stop)
-        self._copies = BlockCopies(new)
-        self._layers = iter(range(new.start, new.stop))
+        moved = ring.moved if ring is not None else ()
+        layers = (*range(resident.stage.stop, target.stop), *moved)
+        self._copies = BlockCopies(layers)
+        self._layers = iter(layers)
         """Those whose first round is to come."""
-        self._layer = new.start
+        self._layer = resident.stage.stop
         self._round: tuple[int, ...] = ()
         """What is left of the first round of a layer. What batches change meanwhile is no part of
         it."""
@@ -79,6 +88,13 @@ class Growth:
     def waits(self) -> bool:
         """An answer is on its way."""
         return self._asked
+
+    @property
+    def stop(self) -> int:
+        """The stages behind run no layers before this one from the end on: none, where a shorter
+        ring takes the place of theirs.
+        """
+        return self._target.stop if self.ring is None else self._resident.spec.num_layers
 
     def wrote(self, segments: Sequence[Segment]) -> None:
         """A batch is sent that writes these."""
@@ -108,7 +124,7 @@ class Growth:
         # Cached blocks that have no owner are not copied. What gets no owner from now on, is.
         self._resident.scheduler.forget_cached()
         self.state, self._asked = GrowthState.HANDING_OVER, True
-        return pack(LeaderRuns(stop=self.target.stop))
+        return pack(LeaderRuns(stop=self.stop))
 
     def _ask(self, layer: int, blocks: tuple[int, ...]) -> Frame:
         self._copies.take(layer, blocks)
@@ -116,21 +132,21 @@ class Growth:
         return pack(KvWanted(layer=layer, blocks=blocks))
 
     def take_in(self, answer: KvCopied, frame: Frame) -> None:
-        """Stores blocks that were asked for.
+        """Stores blocks that were asked for, or gives them to the stage whose they are to be.
 
         Raises:
             PeerLost: they were not, or do not fit.
         """
-        spec, resident = self._resident.spec, self._resident
-        shape = (1, 2, len(answer.blocks) * BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-        within = resident.stage.stop <= answer.layer < self.target.stop
-        known = all(0 <= block < resident.num_blocks for block in answer.blocks)
-        fits = answer.tensor.shape == shape and answer.tensor.dtype is resident.dtype
+        resident, ring = self._resident, self.ring
         if (
-            not (self._asked and within and known and fits)
+            not self._asked
             or self.state is GrowthState.HANDING_OVER
+            or answer.layer not in self._copies
+            or not fits(resident, answer)
         ):
             raise PeerLost(f"KV blocks of layer {answer.layer} come that were not asked for")
         self._asked = False
-        layers = Stage(answer.layer, answer.layer + 1)
-        resident.kv.write(layers, answer.blocks, 0, tensor_of(frame, answer.tensor))
+        if not keep_copy(resident, self._target, answer, frame):
+            assert ring is not None, "without a ring all layers are the leader's"
+            if not ring.forward.lost:  # The ring's next look says so.
+                ring.forward.send(frame, SEND_TIMEOUT_S)

@@ -4,33 +4,37 @@ last stage sampled.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.batch import Plan, Segment
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.errors import EngineError, PeerLost, PeerSilent
+from pilotlight.engine.errors import BadRequest, EngineError, PeerLost, PeerSilent
 from pilotlight.engine.extension import take_over
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
-    KvBlocks,
     KvCopied,
     LeaderRuns,
-    OpenedRequest,
     RequestsClosed,
     SampledTokens,
     StageHello,
     StageRefuses,
     StagesUp,
     header_of,
+    kv_frame,
     pack,
     unpack,
 )
-from pilotlight.engine.pipeline.growth import Growth
+from pilotlight.engine.pipeline.growth import Growth, GrowthState
+from pilotlight.engine.pipeline.meeting import blocks_of, hello_of
+from pilotlight.engine.pipeline.opened import OpenRequests
 from pilotlight.engine.pipeline.planning import NextMicroBatch, runs
+from pilotlight.engine.pipeline.shorter import ShorterRing
+from pilotlight.engine.pipeline.under_way import UnderWay
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.engine.resizing import limit_blocks, use_all
@@ -45,17 +49,6 @@ ANSWER_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 5.0
 """A stage has taken nothing for this long, though fewer frames than a channel's window are under
 way."""
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A micro-batch that the other stages have not answered yet."""
-
-    number: int
-    sampled: tuple[tuple[Request, int], ...]
-    """Requests that get a token, and which of their runs this is."""
-    sent_s: float | None = None
-    """When it left, on the engine's clock; None: behind another one."""
 
 
 class PipelineLead:
@@ -80,15 +73,17 @@ class PipelineLead:
         self._forward = forward
         self._depth = 0
         """Micro-batches that may be under way; 0 until all stages are known."""
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._number = 0
-        self._open: dict[RequestKey, tuple[Request, int]] = {}
-        """Requests that the other stages know, and by which of their runs. One that left and came
-        back is another one."""
+        self._open = OpenRequests()
+        """What the other stages know."""
         self._heard_s = now_s
         self._stages: tuple[Stage, ...] = ()
         """What the other stages run; one that runs nothing any more is not among them."""
         self._growth: Growth | None = None
+        self._shorter: ShorterRing | None = None
+        self._unwanted = 0
+        """KV blocks on their way here for a ring that came to nothing."""
         self._size = 0
         """Stages that were connected."""
         self._next = NextMicroBatch(resident)
@@ -96,13 +91,8 @@ class PipelineLead:
         """Parts of other stages may be missing: none has answered."""
         # What was computed before is not in place in the stages that come now.
         resident.scheduler.forget_cached()
-        hello = StageHello(
-            stage=resident.stage,
-            spec=resident.spec,
-            dtype=resident.dtype,
-            num_blocks=resident.num_blocks,
-        )
-        self._forward.send(pack(StagesUp(stages=(hello,))), SEND_TIMEOUT_S)
+        hello = pack(StagesUp(stages=(hello_of(resident, resident.stage),)))
+        self._forward.send(hello, SEND_TIMEOUT_S)
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +106,7 @@ class PipelineLead:
             or self._grows
             or self._resident.scheduler.has_work
             or any(heard)
+            or (self._shorter is not None and self._shorter.due)
         )
 
     @property
@@ -136,7 +127,16 @@ class PipelineLead:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        return self._answers, self._forward
+        beside = self._shorter.channels if self._shorter is not None else ()
+        return self._answers, self._forward, *beside
+
+    @property
+    def awaits_others(self) -> bool:
+        return self._growth is None
+
+    @property
+    def num_blocks(self) -> int:
+        return self._resident.scheduler.kv_capacity_tokens // BLOCK_TOKENS
 
     def placed(self, key: RequestKey) -> Segment | None:
         request = self._resident.scheduler.find(key)
@@ -144,23 +144,23 @@ class PipelineLead:
 
     def forward(self, segment: Segment, pieces: Sequence[KvPiece]) -> None:
         for piece in pieces:
-            tensor = piece.keys_and_values.contiguous()
-            header = KvBlocks(
-                key=piece.key,
-                layers=piece.layers,
-                blocks=segment.blocks,
-                start=piece.start,
-                tensor=header_of(tensor),
-            )
-            self._forward.send(pack(header, tensor), SEND_TIMEOUT_S)
+            self._forward.send(kv_frame(segment, piece), SEND_TIMEOUT_S)
+        if self._growth is not None:
+            self._growth.wrote((segment,))
 
     def grow(self, stage: Stage | None) -> None:
-        """See ``Pipeline.grow``; the stage has memory for it."""
+        self._drop_shorter()
         self._growth = Growth(self._resident, stage) if stage is not None else None
 
+    def shorten(self, stage: Stage, before: Channel, behind: Channel) -> None:
+        if self._growth is not None and self._growth.state is GrowthState.HANDING_OVER:
+            raise BadRequest(f"{self._resident.instance_id} is about to be a shorter pipeline")
+        self._drop_shorter()
+        self._shorter = ShorterRing(self._resident, stage, before, behind)
+
     def close(self) -> None:
-        self._answers.close()
-        self._forward.close()
+        for channel in self.channels:
+            channel.close()
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool) -> StageStep:
         """One micro-batch out, if there is one, and everything in that has come."""
@@ -175,14 +175,15 @@ class PipelineLead:
                 if self._depth > len(self._under_way) and not paused
                 else None
             )
+            unformed = self._form()
             self._ask_for_kv(monotonic_s())
             if plan is None and may_wait and not self._answers.readable:
                 wait_for_late(self._resident.scheduler.requests)
                 wait_for_any(self.channels, LOOK_OUT_S)
-            done = self._collect(plan, monotonic_s)
+            done = replace(self._collect(plan, monotonic_s), unformed=unformed)
             if self._resident.pipeline is None:
                 return done
-            if not self._under_way and (closed := self._close_gone()):
+            if not self._under_way and (closed := self._open.close_gone()):
                 self._forward.send(pack(RequestsClosed(keys=closed)), SEND_TIMEOUT_S)
             return done
         except PeerLost as error:
@@ -202,11 +203,9 @@ class PipelineLead:
             number=self._number,
             keys=tuple(request.key for request in plan.requests),
             segments=plan.batch.segments,
-            closed=self._close_gone(),
+            closed=self._open.close_gone(),
             opened=tuple(
-                self._introduce(request)
-                for request in plan.requests
-                if request.key not in self._open
+                opened for request in plan.requests for opened in self._open.introduce(request)
             ),
             tensor=header_of(hidden),
             allowed=look_up(plan.sampled),
@@ -218,7 +217,7 @@ class PipelineLead:
         frame = pack(header, hidden)  # What was computed is here now.
         sampled = tuple((request, request.takes) for request in plan.sampled)
         sent_s = None if self._under_way else monotonic_s()
-        self._under_way.append(_UnderWay(self._number, sampled, sent_s))
+        self._under_way.append(UnderWay(self._number, sampled, sent_s))
         self._forward.send(frame, SEND_TIMEOUT_S)
         return plan
 
@@ -229,22 +228,30 @@ class PipelineLead:
                 self._heard_s = now_s
             self._forward.send(frame, SEND_TIMEOUT_S)
 
-    def _close_gone(self) -> tuple[RequestKey, ...]:
-        """Forgets the requests that own no blocks any more, or own others since."""
-        gone = tuple(
-            key for key, (request, takes) in self._open.items() if not runs(request, takes)
-        )
-        for key in gone:
-            del self._open[key]
-        return gone
+    def _form(self) -> EngineError | None:
+        """Goes on with the ring of a shorter pipeline, if one is to form; why none does."""
+        ring = self._shorter
+        if ring is None:
+            return None
+        try:
+            if ring.look():
+                self._growth = Growth(self._resident, ring.stage, ring)
+        except PeerLost as error:
+            if self._growth is not None and self._growth.state is GrowthState.HANDING_OVER:
+                raise  # The others have given their layers up.
+            self._drop_shorter()
+            return error
+        return None
 
-    def _introduce(self, request: Request) -> OpenedRequest:
-        self._open[request.key] = request, request.takes
-        prompt_ids, output_ids = (
-            request.token_ids[: request.prompt_tokens],
-            request.token_ids[request.prompt_tokens :],
-        )
-        return OpenedRequest(request.key, tuple(prompt_ids), tuple(output_ids), request.sampling)
+    def _drop_shorter(self) -> None:
+        """The ring that runs goes on."""
+        if self._shorter is None:
+            return
+        if self._growth is not None and self._growth.ring is self._shorter:
+            self._unwanted += self._growth.waits
+            self._growth = None
+        self._shorter.close()
+        self._shorter = None
 
     def _collect(self, plan: Plan | None, monotonic_s: Callable[[], float]) -> StageStep:
         step = StageStep(plan=plan)
@@ -283,11 +290,11 @@ class PipelineLead:
                 self._meet(answer.stages)
             case SampledTokens() if self._under_way:
                 return self._hand_out(plan, answer, self._heard_s)
+            case KvCopied() if self._unwanted:
+                self._unwanted -= 1
             case KvCopied() if self._growth is not None:
                 self._growth.take_in(answer, frame)
-            case LeaderRuns() if (
-                self._growth is not None and answer.stop == self._growth.target.stop
-            ):
+            case LeaderRuns() if self._growth is not None and answer.stop == self._growth.stop:
                 return self._take_over(plan, answer.stop)
             case StageRefuses():
                 raise PeerLost(answer.message)
@@ -315,46 +322,27 @@ class PipelineLead:
         requests: list[Request] = [request for request, _ in current]
         sampled = settle(requests, [sampled for _, sampled in current])
         given = self._resident.hand_out(plan, requests, sampled, now_s)
-        return replace(given, hop_s=self._hop_s(done, answer, now_s))
-
-    def _hop_s(self, done: _UnderWay, answer: SampledTokens, now_s: float) -> float:
-        """Of one that went round alone; 0 where that is not known."""
-        if done.sent_s is None or self._under_way or answer.busy_s is None:
-            return 0.0
-        if self._depth != self._size:  # Stages that run nothing any more pass it on, too.
-            return 0.0
-        return max(0.0, (now_s - done.sent_s - answer.busy_s) / self._size)
+        # Else others were in its way, or stages that run nothing any more passed it on.
+        alone = not self._under_way and self._depth == self._size
+        return replace(given, hop_s=done.hop_s(answer, now_s, self._size) if alone else 0.0)
 
     def _meet(self, stages: Sequence[StageHello]) -> None:
-        """Learns what the stages are, and how many blocks all of them have.
-
-        Raises:
-            PeerLost: they are not one model.
-        """
-        resident, stop = self._resident, 0
-        for hello in stages:
-            if (
-                hello.stage.start != stop
-                or hello.spec != resident.spec
-                or hello.dtype is not resident.dtype
-            ):
-                raise PeerLost(
-                    f"stage [{hello.stage.start}, {hello.stage.stop}) does not follow on layer {stop} of one model"
-                )
-            stop = hello.stage.stop
-        if stop != resident.spec.num_layers or len(stages) < 2:
-            raise PeerLost(f"the stages end at layer {stop} of {resident.spec.num_layers}")
-        limit_blocks(resident, min(hello.num_blocks for hello in stages))
+        """Learns what the stages are; ``PeerLost`` if they are not one model."""
+        limit_blocks(self._resident, blocks_of(self._resident, stages))
         self._depth = self._size = len(stages)
         self._loading = any(hello.loading for hello in stages[1:])
         self._stages = tuple(hello.stage for hello in stages[1:])
 
     def _take_over(self, plan: Plan | None, stop: int) -> StageStep:
-        """Runs the layers up to here from now on. A leader that has all of them needs no
-        pipeline.
+        """Runs the layers up to here from now on, or goes on in the ring of a shorter pipeline. A
+        leader that has all of them needs no pipeline.
         """
         self._growth = None
-        take_over(self._resident)
+        if self._resident.target is not None:
+            take_over(self._resident)
+        if self._shorter is not None:
+            self._go_round(self._shorter)
+            return StageStep(plan=plan, grown=True)
         self._stages = tuple(
             Stage(max(stage.start, stop), stage.stop) for stage in self._stages if stage.stop > stop
         )
@@ -364,6 +352,18 @@ class PipelineLead:
             self._resident.pipeline = None
             use_all(self._resident)
         return StageStep(plan=plan, grown=True)
+
+    def _go_round(self, ring: ShorterRing) -> None:
+        """The ring of a shorter pipeline is this one from now on; nothing is under way in either.
+        Its stages know no request yet.
+        """
+        self._shorter = None
+        self.close()
+        self._answers, self._forward = ring.channels
+        self._stages = tuple(hello.stage for hello in ring.stages[1:])
+        self._depth = self._size = len(ring.stages)
+        self._open.clear()
+        limit_blocks(self._resident, ring.num_blocks)
 
     def _go_on_alone(self, error: EngineError, so_far: StageStep) -> StageStep:
         """Runs the whole model, though its KV is lost: all requests run again, as far as parts are
@@ -385,8 +385,10 @@ class PipelineLead:
         so_far = so_far or StageStep()
         if self._resident.target == self._resident.spec.whole:
             return self._go_on_alone(error, so_far)
-        if self._resident.target is not None:
+        grown = self._resident.target is not None
+        if grown:
             take_over(self._resident)
+            grown = self._resident.target is None
         scheduler = self._resident.scheduler
         produced: list[Produced] = []
         for request in scheduler.requests:
@@ -394,4 +396,4 @@ class PipelineLead:
             produced.append(ended(request, FinishReason.ERROR, error))
         self.close()
         self._resident.pipeline = None
-        return replace(so_far, produced=(*so_far.produced, *produced), lost=error)
+        return replace(so_far, produced=(*so_far.produced, *produced), lost=error, grown=grown)

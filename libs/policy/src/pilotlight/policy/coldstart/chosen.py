@@ -76,6 +76,8 @@ def choose_with(
     rules: ChoiceRules,
     known: KnownStarts,
     instances: int = 1,
+    *,
+    whole: bool = True,
 ) -> Chosen | None:
     """What a policy chooses; None where running fetches allow nothing, or no worker has the room.
 
@@ -98,6 +100,7 @@ def choose_with(
         rules: The policy.
         known: Timings, and the fetches that run.
         instances: How many more the model is to have, this one among them.
+        whole: As in ``StartRequest``.
     """
     tiers = (
         [one for one in found if not one.failed_here and not one.degraded],
@@ -110,6 +113,7 @@ def choose_with(
             continue
         asked = len(tier)
         request, servers = _asked(model, tier, snapshot, rules, known)
+        request = replace(request, whole=whole)
         if (group := _of_burst(request, servers, tier, rules, instances)) is not None:  # 4
             return group
         best = _in_room(request, servers, tier, rules)
@@ -144,7 +148,7 @@ def _of_burst(
         instances: How many more there are to be.
     """
     late = request.waited_s * 1000 >= request.model.slo.ttft_ms
-    groups = rules.policy is StartPolicy.PILOTLIGHT and rules.start.max_stages > 1
+    groups = rules.policy is StartPolicy.PILOTLIGHT and rules.start.max_stages > 1 and request.whole
     if instances < 2 or late or not groups:
         return None
     free = _as_free(servers, tier)

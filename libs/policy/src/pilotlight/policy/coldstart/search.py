@@ -32,7 +32,8 @@ def choose_start(
 
     1. for each s from ``request.instances`` on: stages of even bytes, each on a node of its own
     2. w full-memory workers, as many as are to become instances: more only where a worker's share
-       of the computation is that of its memory
+       of the computation is that of its memory. None, and s > 1, where no device could hold the
+       whole model: the group becomes a shorter pipeline, or stays as it is
     3. of more nodes than the rules compare, the best for each stage by its own term of the
        prediction, as if it were alone: 1/b + 1/p misses the best one (notes, 2.1)
     4. all choices of nodes, roles and sources, depth first; one is left as soon as what it has
@@ -45,10 +46,12 @@ def choose_start(
     best: StartScheme | None = None
     steps = rules.max_steps
     wanted, layers = max(1, request.instances), request.model.spec.num_layers
-    for size in range(wanted, min(rules.max_stages, layers) + 1):  # 1
+    least = wanted if request.whole else 2
+    for size in range(least, min(rules.max_stages, layers) + 1):  # 1
         stages = even_stages(request.model.spec, size)
-        options = stage_options(request, servers, stages, rules, only_full=size == wanted)  # 3
-        for full in range(wanted, (size if rules.proportional_shares else wanted) + 1):  # 2
+        only_full = request.whole and size == wanted
+        options = stage_options(request, servers, stages, rules, only_full=only_full)  # 3
+        for full in _full(request, rules, wanted, size):  # 2
             if options is not None:
                 search = _Search(request, rules, options, full, best, steps)
                 search.deepen(0, full)
@@ -56,6 +59,13 @@ def choose_start(
         if best is not None and best.meets_slo:  # 6
             return best
     return best
+
+
+def _full(request: StartRequest, rules: StartRules, wanted: int, size: int) -> range:
+    """Rule 2: how many full-memory workers a group may have."""
+    if not request.whole:
+        return range(1)
+    return range(wanted, (size if rules.proportional_shares else wanted) + 1)
 
 
 @dataclass(slots=True)

@@ -130,6 +130,9 @@ class StartRequest:
     """t_w: how long its oldest request has waited."""
     instances: int = 1
     """Whole instances that the group is to become (section 6.1): as many workers must hold all."""
+    whole: bool = True
+    """Some device could hold the whole model. Else its group stays a pipeline: none of its workers
+    is a full-memory one."""
     books: FetchBooks = field(default_factory=FetchBooks)
     """Of this moment."""
     now_s: float = 0.0

@@ -12,7 +12,12 @@ from pilotlight.policy.control.starts import Chosen
 from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.model import Model
-from pilotlight.policy.parallelism import CONSIDERED, SchemeChoice, choose_scheme
+from pilotlight.policy.parallelism import (
+    CONSIDERED,
+    SchemeChoice,
+    choose_scheme,
+    is_within_a_device,
+)
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 
@@ -55,7 +60,9 @@ def choose_among(
         if (found.meets_slo or late) and _stands(found, draft):
             return seen, found
     workers = for_start(model, draft, rules.scheme.placement, excluded, count)
-    if not workers and not explained:
+    # One that no device could hold is started in parts alone.
+    in_parts = in_groups and not is_within_a_device(model, fleet)
+    if not workers and not explained and not in_parts:
         seen = draft.slice((model.name,), demand=ours)
         return seen, choose_scheme(model, seen, asked, excluded, fleet, known, instances)
     if not workers or in_groups or len(draft.facts.workers) <= rules.explained_workers:

@@ -1,20 +1,19 @@
 """Groups that become whole instances (ParaServe, section 6; decision 32)."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from pilotlight.policy.control.books import Record
-from pilotlight.policy.control.plan import GrowOrder
+from pilotlight.policy.control.plan import GrowOrder, Room
 from pilotlight.policy.control.reconcile import Change
+from pilotlight.policy.control.shortening import plan_shorter
 from pilotlight.policy.control.splitting import taker_of
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.instance import SERVING, InstanceEvent
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement
-
-Room = Callable[[WorkerId], tuple[int, int]]
-"""Free bytes of a worker's device, and the granule in which its memory comes."""
+from pilotlight.policy.remaining import remaining
 
 
 def no_room(_: WorkerId) -> tuple[int, int]:
@@ -22,14 +21,17 @@ def no_room(_: WorkerId) -> tuple[int, int]:
     return 0, 1
 
 
-def plan_growth(records: Iterable[Record], room: Room = no_room) -> tuple[GrowOrder, ...]:
+def plan_growth(
+    records: Iterable[Record], room: Room = no_room, *, shorter: bool = True
+) -> tuple[GrowOrder, ...]:
     """What groups that serve are to become.
 
     1. a group whose stages are all ready has one worker take on the whole model, so that it pays
        for its pipeline no longer than its start takes
     2. the worker of the first stage that has room for that: the first one leads, and a lead that
        stays moves no request
-    3. a group in which no worker has the room stays as it is
+    3. a group in which no worker has it: its lead, where its device has it free; else a shorter
+       pipeline, where fewer workers have it together (``shortening``); else it stays as it is
     4. where the lead takes over, others take the model on, too: as many as the group's targets ask
        for, those first that have the room already, then those on whose devices it is free. Each
        becomes an instance of its own (``splitting``)
@@ -38,6 +40,7 @@ def plan_growth(records: Iterable[Record], room: Room = no_room) -> tuple[GrowOr
     Args:
         records: Instances that may have changed.
         room: What workers have free beside what was granted to them.
+        shorter: Groups may take what is free for it; else what was granted has to be enough.
     """
     orders: list[GrowOrder] = []
     for record in records:
@@ -48,9 +51,11 @@ def plan_growth(records: Iterable[Record], room: Room = no_room) -> tuple[GrowOr
         if instance.state is InstanceState.READY:
             taker = _first_with_room(instance, model)
             begins = True
+            if taker is None and shorter:  # 3
+                orders += _in_free_room(instance, model, room)
         else:
             taker, begins = taker_of(instance), False
-        if taker is None or taker.held == whole:  # 3
+        if taker is None or taker.held == whole:
             continue
         more = _others(instance, model, room, taker)
         if not begins and not more:
@@ -87,9 +92,13 @@ def growth_of(
         seen: The group.
         model: Its model.
         granted: Workers that got their room. The others stay as they were, and no instance is
-            promised for them any more.
+            promised for them any more. Of a shorter pipeline all have got it, or nothing changes.
     """
     before = {one.worker_id: one for one in seen.placements}
+    if is_shorter(order) and any(
+        one != before[one.worker_id] and one.worker_id not in granted for one in order.placements
+    ):
+        return Change(instance_id=seen.instance_id, events=(), reason=order.reason)
     placements = tuple(
         one if one.worker_id in granted else before[one.worker_id] for one in order.placements
     )
@@ -117,6 +126,25 @@ def most_targets(instance: Instance, model: Model, room: Room) -> int:
     if taker is None or taker is not instance.placements[0] or taker.held == model.spec.whole:
         return max(1, instance.targets)
     return sum(_with_room(one, model, room) is not None for one in instance.placements)
+
+
+def is_shorter(order: GrowOrder) -> bool:
+    """Whether an order has a group become a shorter pipeline."""
+    return bool(remaining([one.stage for one in order.placements]))
+
+
+def _in_free_room(instance: Instance, model: Model, room: Room) -> tuple[GrowOrder, ...]:
+    """Rule 3."""
+    lead, *others = instance.placements
+    if (whole := _with_room(lead, model, room)) is not None:
+        order = GrowOrder(
+            instance_id=instance.instance_id,
+            placements=(whole, *others),
+            reason=f"its stages are ready, and the device of {lead.worker_id} has room for the whole model",
+        )
+        return (order,)
+    order = plan_shorter(instance, model, room)
+    return () if order is None else (order,)
 
 
 def _first_with_room(instance: Instance, model: Model) -> Placement | None:

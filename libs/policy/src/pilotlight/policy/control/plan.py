@@ -1,7 +1,7 @@
 """What a tick looks at, what it remembers, what it says."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
@@ -238,6 +238,10 @@ class Holds:
     nodes: tuple[NodeTold, ...] = ()
     """Before the workers: bytes take longest."""
     workers: tuple[WorkerTold, ...] = ()
+
+
+Room = Callable[[WorkerId], tuple[int, int]]
+"""Free bytes of a worker's device, and the granule in which its memory comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,8 +89,9 @@ def reconcile(
     8. every stage is ready, and those of a group are joined: ready, with the moves that were missed
        in between. What stages say that had not heard of a repair yet does not count
     9. some stage is held: loading
-    10. a group whose lead has the whole model: what comes of the others (``splitting``); they are
-        no part of it any more, so that the rules before look at the lead alone
+    10. a group whose lead has the whole model, or that is a shorter pipeline: what comes of the
+        others (``splitting``); they are no part of it any more, so that the rules before look at
+        those that stay alone
 
     Args:
         tracked: The instances that are looked at.
@@ -125,7 +126,8 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
     held = {part.placement.worker_id: part.held for part in parts if part.held is not None}
     group = settled(instance, held) if state is InstanceState.CONSOLIDATING else None
     if group is not None:  # 10
-        parts = [part for part in parts if part.placement.worker_id == group.taker.worker_id]
+        staying = {one.worker_id for one in group.stays}
+        parts = [part for part in parts if part.placement.worker_id in staying]
     all_free = all(
         part.dead or part.absent or (part.held is not None and part.held.state in _FREE)
         for part in parts
@@ -162,9 +164,13 @@ def _judge(one: Record, parts: list[_Part], now_s: float, rules: ReconcileRules)
 
 
 def _settling(instance: Instance, group: Settled, change: Callable[..., Change]) -> Change | None:
-    """Rule 10: a worker has all layers; None where nothing has changed since that was written."""
+    """Rule 10: a worker has all layers, or some have them together; None where nothing has changed
+    since that was written.
+    """
     if not group.pending:
         reason, events = "a worker has the whole model", (InstanceEvent.CONSOLIDATION_DONE,)
+        if len(group.stays) > 1:
+            reason = f"{len(group.stays)} workers have the whole model together"
     elif group.placements != instance.placements or group.become:
         reason, events = f"{len(group.pending)} more are to have the whole model", ()
     else:

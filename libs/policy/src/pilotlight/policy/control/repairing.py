@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from pilotlight.policy.cluster import HealthState, HeldState, NodeFacts, Tier, WorkerView
 from pilotlight.policy.control.books import Books, Record
-from pilotlight.policy.control.growing import Room
+from pilotlight.policy.control.plan import Room
 from pilotlight.policy.control.reconcile import ENGINE_FAILED, WORKER_LOST, Change
 from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import NodeId, WorkerId

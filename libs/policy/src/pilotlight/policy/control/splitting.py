@@ -20,14 +20,16 @@ from pilotlight.policy.cluster import HeldStage, HeldState
 from pilotlight.policy.ids import Epoch, Generation, InstanceId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.plan import Instance, InstanceState, Placement
+from pilotlight.policy.remaining import remaining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A group of which some worker has the whole model."""
+    """A group of which some worker has the whole model, or fewer workers have it together."""
 
-    taker: Placement
-    """That worker: the instance from now on. ``held`` is the whole model."""
+    stays: tuple[Placement, ...]
+    """That worker, or these: the instance from now on. ``held`` of one worker is the whole
+    model."""
     pending: tuple[Placement, ...] = ()
     """Others that are to have it, and do not yet."""
     become: tuple[Placement, ...] = ()
@@ -36,7 +38,7 @@ class Settled:
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Of the group from now on."""
-        return (self.taker, *self.pending)
+        return (*self.stays, *self.pending)
 
     @property
     def targets(self) -> int:
@@ -57,7 +59,8 @@ def taker_of(instance: Instance) -> Placement | None:
 
 
 def settled(instance: Instance, held: Mapping[WorkerId, HeldStage]) -> Settled | None:
-    """How far a group that consolidates has come; None while no worker has the whole model.
+    """How far a group that consolidates has come; None while no worker has the whole model, and no
+    shorter pipeline runs.
 
     1. the taker has it: its worker says so, or said so before
     2. what was to stay a part of the model is let go
@@ -65,6 +68,8 @@ def settled(instance: Instance, held: Mapping[WorkerId, HeldStage]) -> Settled |
        left
     4. one that does not yet is waited for, as long as targets are left; not one that has lost or
        dropped its stage
+    5. a shorter pipeline runs when each worker that remains says that it has its range: the lead
+       says so last. What the others had is let go
 
     Args:
         instance: The group.
@@ -72,7 +77,7 @@ def settled(instance: Instance, held: Mapping[WorkerId, HeldStage]) -> Settled |
     """
     taker = taker_of(instance)
     if taker is None:
-        return None
+        return _shorter(instance, held)  # 5
     whole, said = taker.stage, held.get(taker.worker_id)
     ready = said is not None and said.state is HeldState.READY and said.stage == whole
     new = said is not None and said.generation >= instance.generation
@@ -90,10 +95,26 @@ def settled(instance: Instance, held: Mapping[WorkerId, HeldStage]) -> Settled |
     become = [one for one in others if held[one.worker_id].stage == whole][: max(0, left)]  # 3
     pending = [one for one in others if held[one.worker_id].stage != whole]
     return Settled(
-        taker=replace(taker, held=whole),
+        stays=(replace(taker, held=whole),),
         become=tuple(become),
         pending=tuple(pending[: max(0, left - len(become))]),
     )
+
+
+def _shorter(instance: Instance, held: Mapping[WorkerId, HeldStage]) -> Settled | None:
+    """Rule 5."""
+    kept = remaining([one.stage for one in instance.placements])
+    stays = tuple(instance.placements[at] for at in kept)
+    for one in stays:
+        said = held.get(one.worker_id)
+        if (
+            said is None
+            or said.state is not HeldState.READY
+            or said.stage != one.stage
+            or said.generation < instance.generation
+        ):
+            return None
+    return Settled(stays=stays) if stays else None
 
 
 def instances_of(

@@ -12,7 +12,7 @@ Pure; the scheduler and the simulator drive it alike.
 6. models that have too many instances, or too few (``scaling``)
 7. which model's turn it is, and which instance makes room (``turns``)
 8. where each start goes (``starts``); a refused one is tried elsewhere, then later
-9. groups whose stages are ready become whole instances (``growing``)
+9. groups whose stages are ready become whole instances, or shorter pipelines (``growing``)
 10. holds: told on change, when a report disagrees, and from time to time (``telling``)
 
 Each step looks at what changed since the last tick, at what falls due by time alone, at models with
@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 
 from pilotlight.policy.cluster import Liveness
+from pilotlight.policy.coldstart.policies import StartPolicy
 from pilotlight.policy.control.books import Books
 from pilotlight.policy.control.choosing import choose_among
 from pilotlight.policy.control.draft import Draft
@@ -122,7 +123,9 @@ def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelNam
     )
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 8
     changed = (draft.books.records[one] for one in draft.seen(look.instances))
-    grown = plan_growth(changed, draft.free_on) if rules.consolidate else ()  # 9
+    choice = rules.scheme.choice
+    shorter = choice is not None and choice.policy is StartPolicy.PILOTLIGHT
+    grown = plan_growth(changed, draft.free_on, shorter=shorter) if rules.consolidate else ()  # 9
     told = telling(draft, memory, look)  # 10
     restless = draft.decided | Focus(
         models=frozenset(

@@ -27,6 +27,7 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     PipelineLeft,
     RenameStage,
+    RingUnformed,
     StageConnected,
     StageGrown,
     StageRenamed,
@@ -38,7 +39,7 @@ from pilotlight.engine.results import Released, StageRoom, StepResult
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
-from pilotlight.worker.engine_child.neighbours import Neighbours
+from pilotlight.worker.engine_child.neighbours import Joined, Neighbours
 from pilotlight.worker.engine_child.stages import StageLoads
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ class PipelineEngine(Protocol):
     def channels(self) -> Sequence[Channel]: ...
     def connect(
         self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True
+    ) -> None: ...
+    def shorten(
+        self, instance_id: InstanceId, stage: Stage, before: Channel, behind: Channel
     ) -> None: ...
     def vouch(self, instance_id: InstanceId) -> None: ...
     def serves(self, instance_id: InstanceId) -> bool: ...
@@ -205,6 +209,9 @@ class Pipelines:
         """Connects the stages whose channels are made."""
         for joined in self._neighbours.take():
             instance_id = joined.command.instance_id
+            if joined.command.shorter:
+                self._shorten(joined)
+                continue
             if isinstance(joined.channels, EngineError):
                 self.refuse(instance_id, joined.channels)
                 continue
@@ -217,6 +224,29 @@ class Pipelines:
                 continue
             self._opening.add(instance_id)
             self._send(StageConnected(instance_id=instance_id))
+
+    def _shorten(self, joined: Joined) -> None:
+        """Gives a stage its place in a shorter pipeline."""
+        command, channels = joined.command, joined.channels
+        if isinstance(channels, EngineError):
+            self._unformed(command.instance_id, channels)
+            return
+        try:
+            self._engine.shorten(command.instance_id, command.stage, *channels)
+        except EngineError as error:
+            for channel in channels:
+                channel.close()
+            self._unformed(command.instance_id, error)
+
+    def _unformed(self, instance_id: InstanceId, error: EngineError) -> None:
+        log.info(
+            "no shorter pipeline forms yet",
+            action="ring_unformed",
+            instance_id=instance_id,
+            code=error.code,
+            error=error.message,
+        )
+        self._send(RingUnformed(instance_id=instance_id, code=error.code, message=error.message))
 
     def drop(self, instance_id: InstanceId) -> None:
         """The stage is held no longer."""
@@ -238,6 +268,10 @@ class Pipelines:
         for instance_id in (*(one.instance_id for one in result.lost), *result.left):
             if self._engine.serves(instance_id):
                 self._open(instance_id)
+        for one in result.unformed:
+            self._send(
+                RingUnformed(instance_id=one.instance_id, code=one.code, message=one.message)
+            )
         for grown in result.grown:
             # First: a worker that hears of the longer range has requests for it at once.
             if self._engine.serves(grown.instance_id):

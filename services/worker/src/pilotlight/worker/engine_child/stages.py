@@ -43,7 +43,9 @@ class LoadingEngine(Protocol):
         slot: int | None = None,
         plan: "GraphPlan | None" = None,
     ) -> StageRoom: ...
-    def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom: ...
+    def extend(
+        self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
+    ) -> StageRoom: ...
     def place_part(
         self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]
     ) -> PlacedPart: ...
@@ -124,7 +126,9 @@ class StageLoads:
             OSError: the pool cannot be mapped.
         """
         pool = self._map(command.pool_path)
-        room = self._engine.extend(command.instance_id, command.stage, command.device_bytes)
+        room = self._engine.extend(
+            command.instance_id, command.stage, command.device_bytes, shorter=command.shorter
+        )
         self._phases.record(command.instance_id, PhaseName.INIT, sent_s)
         self._loads[command.instance_id] = _Load(room=room, pool=pool, grows=True)
 

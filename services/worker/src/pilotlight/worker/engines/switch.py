@@ -45,6 +45,7 @@ from pilotlight.common.messages.pipelines import (
     OpenDoor,
     PipelineLeft,
     RenameStage,
+    RingUnformed,
     StageGrown,
     StageRenamed,
     VouchStage,
@@ -293,6 +294,7 @@ class EngineSwitch:
                 | StageRefused()
                 | StageResized()
                 | PipelineLeft()
+                | RingUnformed()
                 | Prefilled()
             ):
                 route = (
