@@ -1,10 +1,13 @@
 """What the engine gave its requests, on its way to the gateways."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+
+import msgspec
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.engine import Produced, StepDone
-from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
 from pilotlight.worker.core import WorkerCore
@@ -14,6 +17,62 @@ from pilotlight.worker.tracing import PrefillSpans
 
 _Sampled = tuple[Produced, Moment | None]
 """What the engine gave a request, and when."""
+
+
+class _Run:
+    """What steps gave one request, each going on where the one before it ended."""
+
+    __slots__ = ("begin", "end", "open", "pieces", "sampled")
+
+    def __init__(self, first: Produced, sampled: Moment | None) -> None:
+        self.pieces = [first]
+        self.begin = first.position
+        self.end = first.position + len(first.token_ids)
+        self.open = first.finish is None
+        self.sampled = sampled
+
+    def whole(self) -> _Sampled:
+        """As if one step had given it."""
+        first, last = self.pieces[0], self.pieces[-1]
+        if first is last:
+            return first, self.sampled
+        token_ids = chain.from_iterable([piece.token_ids for piece in self.pieces])
+        together = msgspec.structs.replace(
+            first,
+            token_ids=tuple(token_ids),
+            finish=last.finish,
+            code=last.code,
+            message=last.message,
+        )
+        return together, self.sampled
+
+
+def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterator[_Sampled]:
+    """What steps gave, a request's tokens together: they cost their way once, and not with each
+    step.
+
+    Tokens with log probabilities stay apart, and so does what does not go on where the step before
+    ended: an engine's books are wrong there, and what came before it is told first.
+    """
+    if len(given) == 1:
+        ((produced, sampled),) = given
+        yield from ((one, sampled) for one in produced)
+        return
+    runs: dict[tuple[RequestId, int], _Run] = {}
+    for produced, sampled in given:
+        for one in produced:
+            key = (one.request_id, one.attempt)
+            run = runs.get(key)
+            if run is None:
+                runs[key] = _Run(one, sampled)
+            elif run.begin < one.position == run.end and one.logprobs is None and run.open:
+                run.pieces.append(one)
+                run.end += len(one.token_ids)
+                run.open = one.finish is None
+            else:
+                yield from (earlier.whole() for earlier in runs.values())
+                runs = {key: _Run(one, sampled)}
+    yield from (run.whole() for run in runs.values())
 
 
 def source_of(table: RequestTable, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
@@ -111,17 +170,16 @@ class TokenDelivery:
         spans = self._spans.any
         tokens, ended = 0, False
         try:
-            for produced, sampled in given:
-                for one in produced:
-                    if spans:
-                        self._spans.end(RequestKey(one.request_id, one.attempt))
-                    tokens += len(one.token_ids)
-                    if one.finish is not None:
-                        ended = True
-                        metrics.ended(one.finish)
-                    unsent = table.produced(one, now_s)
-                    if unsent is not None:
-                        add(unsent, sampled)
+            for one, sampled in joined(given):
+                if spans:
+                    self._spans.end(RequestKey(one.request_id, one.attempt))
+                tokens += len(one.token_ids)
+                if one.finish is not None:
+                    ended = True
+                    metrics.ended(one.finish)
+                unsent = table.produced(one, now_s)
+                if unsent is not None:
+                    add(unsent, sampled)
         finally:
             # Also of steps in which something is wrong: what was handed out before it is right.
             metrics.gave(tokens)

@@ -44,6 +44,8 @@ class Unsent(msgspec.Struct, frozen=True, gc=False):
     gateway_id: GatewayId
     key: RequestKey
     position: int
+    waits: bool = False
+    """They may leave with later ones: nobody looks at them yet (``Submit.whole``)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,6 +57,7 @@ class _Kept:
     """Position of the first token in ``token_ids``."""
     held_tokens: int
     """Prompt and output that it came with."""
+    whole: bool = False
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float | None] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -182,6 +185,7 @@ class RequestTable:
             instance_id=submit.instance_id,
             kept=len(submit.output_ids),
             held_tokens=len(submit.prompt_ids) + len(submit.output_ids),
+            whole=submit.whole,
             logprobs=[] if submit.sampling.logprobs else None,
             top_logprobs=[] if submit.sampling.logprobs and submit.sampling.top_logprobs else None,
         )
@@ -223,9 +227,10 @@ class RequestTable:
         if produced.finish is not None:
             kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
             self._end(kept, now_s)
+        waits = kept.whole and kept.waits_since_s is not None and produced.finish is None
         if kept.waits_since_s is None or produced.finish is not None:
             kept.waits_since_s = now_s
-        return Unsent(kept.gateway_id, kept.key, start)
+        return Unsent(kept.gateway_id, kept.key, start, waits)
 
     def entry(self, key: RequestKey, position: int) -> TokenEntry | None:
         """What is kept of a request from a position on; None when no client waits for it any more,
