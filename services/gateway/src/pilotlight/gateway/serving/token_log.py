@@ -12,7 +12,6 @@ from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.policy.request import FinishReason
 
-
 _WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
