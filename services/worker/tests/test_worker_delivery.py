@@ -66,7 +66,7 @@ def steps(draw: st.DrawFn) -> Given:
                     code="code" if ends else "",
                     message="message" if ends else "",
                     cached_tokens=7 if first and token_ids else 0,
-                    prompt=PromptLogprobs(logprobs=[None, -1.0], top_logprobs=[[], []])
+                    prompt=PromptLogprobs(logprobs=(-1.0,), ranks=(1,))
                     if first and token_ids
                     else None,
                     vector=b"1234" if first and token_ids else None,

@@ -1,15 +1,13 @@
 """What a worker process counts."""
 
-import itertools
-from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pilotlight.common.messages.engine import StepDone
+from pilotlight.common.tallies import HistogramTally
 from pilotlight.policy.cluster import HealthState
 from pilotlight.policy.request import FinishReason
 
@@ -173,8 +171,13 @@ class WorkerMetrics:
             "Times that a request gave up its KV blocks to an older one.",
             registry=registry,
         )
-        self._step_s = _StepSeconds()
-        registry.register(self._step_s)
+        self._step_s = HistogramTally(
+            "pilotlight_worker_step_seconds",
+            "How long an engine step takes.",
+            (),
+            STEP_BUCKETS_S,
+            registry,
+        ).series()
 
     def stepped(self, step: StepDone) -> None:
         """Count one engine step.
@@ -228,29 +231,6 @@ class WorkerMetrics:
         self.engine_hangs.inc(hung)
         for gauge in (self.queued, self.kv_used, self.kv_free, self.kv_cached):
             gauge.set(0)
-
-
-class _StepSeconds(Collector):
-    """A histogram of one series without locks: the loop alone counts, with each step."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(STEP_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one step."""
-        self._counts[bisect_left(STEP_BUCKETS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    def collect(self) -> Iterable[Metric]:
-        """As Prometheus wants it: each bucket has those below it, too."""
-        bounds = (*map(str, STEP_BUCKETS_S), "+Inf")
-        yield HistogramMetricFamily(
-            "pilotlight_worker_step_seconds",
-            "How long an engine step takes.",
-            buckets=list(zip(bounds, itertools.accumulate(self._counts), strict=True)),
-            sum_value=self._sum_s,
-        )
 
 
 class _BeforeOthers(Collector):

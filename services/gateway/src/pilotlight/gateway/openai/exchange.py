@@ -187,19 +187,15 @@ class Exchange:
         for choice in self._choices:
             output_tokens += choice.answer.output_tokens
         if self._meter is None:
-            self._meter = self._begun_meter()
+            request = self._choices[0].request
+            self._meter = self._parts.usage.meter(
+                model=request.model.name,
+                key_id=self._asker.key.key_id,
+                request_id=request.request_id,
+                prompt_tokens=self._prompt_tokens(),
+            )
         if self._meter is not None:
             self._meter.output(output_tokens, self._device_s)
-
-    def _begun_meter(self) -> Meter | None:
-        request = self._choices[0].request
-        return self._parts.usage.meter(
-            model=request.model.name,
-            key_id=self._asker.key.key_id,
-            request_id=request.request_id,
-            prompt_tokens=self._prompt_tokens(),
-            streamed=self._options.stream,
-        )
 
     @property
     def _device_s(self) -> float:
@@ -235,9 +231,6 @@ class Exchange:
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
         first_token_s = self.first_token_s
         held = any(choice.was_held for choice in self._choices)
-        if self._meter is None:
-            # Of an answer in one piece nothing is billed before its end.
-            self._meter = self._begun_meter()
         self._parts.usage.record(
             model=request.model.name,
             key_id=self._asker.key.key_id,
