@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.registry import Collector
 
 from pilotlight.common.messages.engine import StepDone
-from pilotlight.common.tallies import HistogramTally
+from pilotlight.common.tallies import HistogramTally, Tally
 from pilotlight.policy.cluster import HealthState
 from pilotlight.policy.request import FinishReason
 
@@ -66,8 +66,8 @@ class WorkerMetrics:
         """Output tokens that are not shown yet."""
         self._finished = Counts[FinishReason]()
         """Requests that ended and are not shown yet."""
-        self.accepted = Counter(
-            "pilotlight_worker_requests_accepted", "Requests that were accepted.", registry=registry
+        self.accepted = Tally(
+            "pilotlight_worker_requests_accepted", "Requests that were accepted.", (), registry
         )
         self.refused = Counter(
             "pilotlight_worker_requests_refused",
