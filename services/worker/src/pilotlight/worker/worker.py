@@ -260,9 +260,7 @@ class Worker:
         self._heard_s = self.core.clock.monotonic_s()
         taken = [told.message for told in steps]
         self.core.metrics.stepped(*taken)
-        for step in taken:
-            if step.turn_of is not None:
-                self.stages.held.stepped(step)
+        self.stages.held.stepped(*taken)
         last = self._step = taken[-1]
         if last.waiting and self.stages.lending.more_tokens:
             self.stages.lending.press()
