@@ -15,7 +15,7 @@ from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.limits.limiter import Admission
-from pilotlight.gateway.openai.answer import NOTHING_NEW, Answer, Delta, joined
+from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.choice import Choice, ExchangeParts, Piece, PieceTaker
 from pilotlight.gateway.openai.parameters import Options
@@ -87,7 +87,7 @@ class Exchange:
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
 
         async def take(piece: Piece) -> None:
-            if isinstance(piece.what, Delta) and piece.what != NOTHING_NEW:
+            if isinstance(piece.what, Delta):
                 deltas[piece.index].append(piece.what)
 
         await self.run(take)
