@@ -28,7 +28,8 @@ class _Run:
         self.pieces = [first]
         self.begin = first.position
         self.end = first.position + len(first.token_ids)
-        self.open = first.finish is None
+        self.open = first.finish is None and first.logprobs is None
+        """More may go on with it."""
         self.sampled = sampled
 
     def whole(self) -> _Sampled:
@@ -51,8 +52,8 @@ def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterato
     """What steps gave, a request's tokens together: they cost their way once, and not with each
     step.
 
-    Tokens with log probabilities stay apart, and so does what does not go on where the step before
-    ended: an engine's books are wrong there, and what came before it is told first.
+    Tokens with log probabilities stay apart. So does what does not go on where the step before it
+    ended: an engine's books are wrong there, and whatever came before is told first.
     """
     if len(given) == 1:
         ((produced, sampled),) = given
