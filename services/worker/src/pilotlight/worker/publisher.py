@@ -78,7 +78,9 @@ class TokenPublisher:
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
     def add(self, unsent: Unsent, sampled: Moment | None = None) -> None:
-        """Queue tokens, ``sampled`` then; they leave with the next ``flush``, unless they may wait."""
+        """Queue tokens, ``sampled`` then; they leave with the next ``flush``, or later if they
+        may.
+        """
         gateway_id, key, position = unsent.gateway_id, unsent.key, unsent.position
         if unsent.waits:
             if key in self._unsent.get(gateway_id, ()):

@@ -77,7 +77,7 @@ class BodyBudget:
 
     def held(self, body_bytes: int, owner: str) -> BodiesHeld:
         """What stands beside a body of this size."""
-        part = self._part(body_bytes)
+        part = self._small if body_bytes <= SMALL_BYTES else self._large
         return BodiesHeld(
             part_bytes=part_bytes(self.total_bytes, body_bytes),
             held_bytes=part.held_bytes,
@@ -86,10 +86,8 @@ class BodyBudget:
 
     def add(self, body_bytes: int, owner: str, sign: int) -> None:
         """Count a body, or, with the sign -1, count it no more."""
-        self._part(body_bytes).add(sign * body_bytes, owner)
-
-    def _part(self, body_bytes: int) -> _Part:
-        return self._small if body_bytes <= SMALL_BYTES else self._large
+        part = self._small if body_bytes <= SMALL_BYTES else self._large
+        part.add(sign * body_bytes, owner)
 
 
 class BodyRoom:
@@ -121,10 +119,12 @@ class BodyRoom:
             raise TooLarge(
                 f"the body takes {body_bytes} bytes of memory once it is decoded; {room} are for bodies"
             )
-        self._count(-1)
+        if before:
+            budget.add(before, self._owner, -1)
         fits = admit_body(budget.held(body_bytes, owner), body_bytes)
         self._owner, self._bytes = owner, body_bytes if fits else before
-        self._count(1)
+        if self._bytes:
+            budget.add(self._bytes, owner, 1)
         if not fits:
             raise BodiesFull(
                 f"bodies that arrive hold {budget.held_bytes} of the {budget.total_bytes} bytes for them",
@@ -134,13 +134,9 @@ class BodyRoom:
     def release(self) -> None:
         """Hold nothing."""
         if self._bytes:
-            self._count(-1)
+            self.budget.add(self._bytes, self._owner, -1)
             self.budget.freed.add(self._bytes)
             self._bytes = 0
-
-    def _count(self, sign: int) -> None:
-        if self._bytes:
-            self.budget.add(self._bytes, self._owner, sign)
 
     def put_into(self, scope: MutableMapping[str, Any]) -> None:
         """Let the handler of this request find it."""

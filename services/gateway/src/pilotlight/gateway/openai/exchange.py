@@ -144,13 +144,11 @@ class Exchange:
 
     def _estimate(self) -> int:
         """Tokens that it may take: its prompts, each once, and as much output as was asked for."""
-        output = sum(
-            min(request.sampling.max_tokens, GUESSED_OUTPUT_TOKENS)
-            if request.shorten
-            else request.sampling.max_tokens
-            for request in (choice.request for choice in self._choices)
-        )
-        return self._prompt_tokens() + output
+        tokens = self._prompt_tokens()
+        for choice in self._choices:
+            most = choice.request.sampling.max_tokens
+            tokens += min(most, GUESSED_OUTPUT_TOKENS) if choice.request.shorten else most
+        return tokens
 
     def __enter__(self) -> None:
         if self._options.stream:

@@ -91,8 +91,8 @@ _NOT_SUPPORTED: Callable[[NotSupported], tuple[object, ...]] = attrgetter(
 )
 _decoders: dict[type, msgspec.json.Decoder[object]] = {}
 _known: dict[type, frozenset[str]] = {}
-"""Names of the fields of each type of body: looking for one in a tuple of a hundred takes longer than
-all else."""
+"""Names of the fields of each type of body: to look for one in a tuple of a hundred takes longer
+than all else."""
 _names: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOT_UTF8 = "the body is not valid UTF-8"
