@@ -58,10 +58,12 @@ class Series:
         """By bucket; the last one has what is above all bounds."""
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe(self, *values: float) -> None:
         """Count."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+        bounds, counts = self._bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
 
 
 class HistogramTally(Collector):
