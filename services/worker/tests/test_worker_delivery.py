@@ -95,17 +95,17 @@ def test_joined_steps_come_to_what_they_come_to_one_by_one(
     given, alone, together = said(steps), table(), table()
     failures: list[str] = []
     firsts: list[list[tuple[str, Moment | None]]] = [[], []]
-    one_by_one = ((one, sampled) for produced, sampled in given for one in produced)
+    one_by_one = (([one], sampled) for produced, sampled in given for one in produced)
     for made, pieces, begun in (
         (alone, one_by_one, firsts[0]),
         (together, joined(given), firsts[1]),
     ):
         failure = ""
         try:
-            for one, sampled in pieces:
-                unsent = made.produced(one, 5.0)
-                if unsent is not None and unsent.position == 0 and one.token_ids:
-                    begun.append((one.request_id, sampled))
+            for (first, *more), sampled in pieces:
+                unsent = made.produced(first, 5.0, *more)
+                if unsent is not None and unsent.position == 0 and first.token_ids:
+                    begun.append((first.request_id, sampled))
         except InternalError as error:
             failure = error.message
         failures.append(failure)
@@ -139,6 +139,8 @@ def test_the_tokens_of_many_steps_are_one() -> None:
         )
         for number, moment in enumerate(moments)
     ]
-    told = [(one.token_ids, one.finish, sampled) for one, sampled in joined(given)]
-    assert told == [((0, 1, 2), FinishReason.STOP, moments[0])] * 2
-    assert list(joined(given[:1])) == [(one, moments[0]) for one in given[0][0]]
+    told = list(joined(given))
+    assert [([one.position for one in pieces], sampled) for pieces, sampled in told] == [
+        ([0, 1, 2], moments[0])
+    ] * 2
+    assert list(joined(given[:1])) == [([one], moments[0]) for one in given[0][0]]

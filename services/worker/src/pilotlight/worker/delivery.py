@@ -1,9 +1,6 @@
 """What the engine gave its requests, on its way to the gateways."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
-
-import msgspec
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.engine import Produced, StepDone
@@ -19,61 +16,41 @@ _Sampled = tuple[Produced, Moment | None]
 """What the engine gave a request, and when."""
 
 
-class _Run:
-    """What steps gave one request, each going on where the one before it ended."""
-
-    __slots__ = ("begin", "end", "open", "pieces", "sampled")
-
-    def __init__(self, first: Produced, sampled: Moment | None) -> None:
-        self.pieces = [first]
-        self.begin = first.position
-        self.end = first.position + len(first.token_ids)
-        self.open = first.finish is None and first.logprobs is None
-        """More may go on with it."""
-        self.sampled = sampled
-
-    def whole(self) -> _Sampled:
-        """As if one step had given it."""
-        first, last = self.pieces[0], self.pieces[-1]
-        if first is last:
-            return first, self.sampled
-        token_ids = chain.from_iterable([piece.token_ids for piece in self.pieces])
-        together = msgspec.structs.replace(
-            first,
-            token_ids=tuple(token_ids),
-            finish=last.finish,
-            code=last.code,
-            message=last.message,
-        )
-        return together, self.sampled
+Pieces = tuple[list[Produced], Moment | None]
+"""What some steps gave a request, each going on where the one before it ended, and when it had the
+first."""
 
 
-def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterator[_Sampled]:
-    """What steps gave, a request's tokens together: they cost their way once, and not with each
-    step.
+def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterator[Pieces]:
+    """What steps gave, each request's together: it costs its way once, and not with each step.
 
     Tokens with log probabilities stay apart. So does what does not go on where the step before it
     ended: an engine's books are wrong there, and whatever came before is told first.
     """
-    if len(given) == 1:
-        ((produced, sampled),) = given
-        yield from ((one, sampled) for one in produced)
-        return
-    runs: dict[tuple[RequestId, int], _Run] = {}
+    runs: dict[tuple[RequestId, int], Pieces] = {}
     for produced, sampled in given:
         for one in produced:
             key = (one.request_id, one.attempt)
             run = runs.get(key)
             if run is None:
-                runs[key] = _Run(one, sampled)
-            elif run.begin < one.position == run.end and one.logprobs is None and run.open:
-                run.pieces.append(one)
-                run.end += len(one.token_ids)
-                run.open = one.finish is None
+                runs[key] = ([one], sampled)
+            elif _goes_on(run[0][-1], one):
+                run[0].append(one)
             else:
-                yield from (earlier.whole() for earlier in runs.values())
-                runs = {key: _Run(one, sampled)}
-    yield from (run.whole() for run in runs.values())
+                yield from runs.values()
+                runs = {key: ([one], sampled)}
+    yield from runs.values()
+
+
+def _goes_on(before: Produced, one: Produced) -> bool:
+    count = len(before.token_ids)
+    return (
+        count > 0
+        and one.position == before.position + count
+        and before.finish is None
+        and before.logprobs is None
+        and one.logprobs is None
+    )
 
 
 def source_of(table: RequestTable, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
@@ -171,14 +148,15 @@ class TokenDelivery:
         spans = self._spans.any
         tokens, ended = 0, False
         try:
-            for one, sampled in joined(given):
+            for pieces, sampled in joined(given):
+                first, last = pieces[0], pieces[-1]
                 if spans:
-                    self._spans.end(RequestKey(one.request_id, one.attempt))
-                tokens += len(one.token_ids)
-                if one.finish is not None:
+                    self._spans.end(RequestKey(first.request_id, first.attempt))
+                tokens += last.position + len(last.token_ids) - first.position
+                if last.finish is not None:
                     ended = True
-                    metrics.ended(one.finish)
-                unsent = table.produced(one, now_s)
+                    metrics.ended(last.finish)
+                unsent = table.produced(first, now_s, *pieces[1:])
                 if unsent is not None:
                     add(unsent, sampled)
         finally:

@@ -11,6 +11,7 @@ until it is acknowledged and can be sent again. Positions of one request::
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -194,8 +195,9 @@ class RequestTable:
         self._held_tokens[submit.instance_id] += kept.held_tokens
         return self._drop(others)
 
-    def produced(self, produced: Produced, now_s: float) -> Unsent | None:
-        """Keep what a step gave a request; None when no client waits for it.
+    def produced(self, produced: Produced, now_s: float, *more: Produced) -> Unsent | None:
+        """Keep what a step gave a request; None when no client waits for it. ``more`` goes on
+        where it ended, without log probabilities.
 
         Raises:
             InternalError: the engine skipped or repeated a position.
@@ -203,34 +205,33 @@ class RequestTable:
         kept = self._kept.get((produced.request_id, produced.attempt))
         if kept is None or kept.finish is not None:
             return None
+        last = more[-1] if more else produced
         if kept.cancelled:
-            if produced.finish is not None:
+            if last.finish is not None:
                 self._end(kept, now_s)
                 self._forget(kept)
             return None
         start = kept.kept + len(kept.token_ids)
-        if produced.position != start:
-            raise InternalError(
-                f"the engine gave {kept.key.request_id} position {produced.position}, not {start}"
-            )
-        kept.token_ids += produced.token_ids
+        if (position := produced.position) != start:
+            named = kept.key.request_id
+            raise InternalError(f"the engine gave {named} position {position}, not {start}")
+        token_ids = (*produced.token_ids, *chain.from_iterable([one.token_ids for one in more]))
+        kept.token_ids += token_ids
         kept.device_s = self.shares.so_far_s(kept.key, now_s)
         kept.cached_tokens = kept.cached_tokens or produced.cached_tokens
         kept.prompt = kept.prompt or produced.prompt
         kept.vector = kept.vector or produced.vector
         if kept.logprobs is not None:
-            kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
+            kept.logprobs.extend(produced.logprobs or [None] * len(token_ids))
         if kept.top_logprobs is not None:
-            kept.top_logprobs.extend(
-                map(list, produced.top_logprobs or ([] for _ in produced.token_ids))
-            )
-        if produced.finish is not None:
-            kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
+            kept.top_logprobs.extend(map(list, produced.top_logprobs or ([] for _ in token_ids)))
+        if last.finish is not None:
+            kept.finish, kept.code, kept.message = last.finish, last.code, last.message
             self._end(kept, now_s)
-        waits = kept.whole and kept.waits_since_s is not None and produced.finish is None
-        if kept.waits_since_s is None or produced.finish is not None:
+        waits = kept.waits_since_s is not None and last.finish is None
+        if not waits:
             kept.waits_since_s = now_s
-        return Unsent(kept.gateway_id, kept.key, start, waits)
+        return Unsent(kept.gateway_id, kept.key, start, kept.whole and waits)
 
     def entry(self, key: RequestKey, position: int) -> TokenEntry | None:
         """What is kept of a request from a position on; None when no client waits for it any more,
