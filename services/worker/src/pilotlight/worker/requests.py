@@ -32,8 +32,7 @@ KEPT_PER_RUNNING = 4
 """Requests kept in memory for each that may run: finished ones wait here for their last
 acknowledgement."""
 FORGOTTEN_KEPT = 4096
-"""Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of
-one, does not run."""
+"""Forgotten keys that are remembered, so that a late submit, or a late repetition, does not run."""
 RETRY_AFTER_S = 1.0
 
 
