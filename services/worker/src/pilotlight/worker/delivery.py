@@ -27,30 +27,26 @@ def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterato
     Tokens with log probabilities stay apart. So does what does not go on where the step before it
     ended: an engine's books are wrong there, and whatever came before is told first.
     """
-    runs: dict[tuple[RequestId, int], Pieces] = {}
+    runs: dict[RequestId, Pieces] = {}
     for produced, sampled in given:
         for one in produced:
-            key = (one.request_id, one.attempt)
-            run = runs.get(key)
+            run = runs.get(one.request_id)
             if run is None:
-                runs[key] = ([one], sampled)
-            elif _goes_on(run[0][-1], one):
+                runs[one.request_id] = ([one], sampled)
+                continue
+            before = run[0][-1]
+            count = len(before.token_ids)
+            if (
+                count
+                and one.position == before.position + count
+                and one.attempt == before.attempt
+                and before.finish is before.logprobs is one.logprobs is None
+            ):
                 run[0].append(one)
             else:
                 yield from runs.values()
-                runs = {key: ([one], sampled)}
+                runs = {one.request_id: ([one], sampled)}
     yield from runs.values()
-
-
-def _goes_on(before: Produced, one: Produced) -> bool:
-    count = len(before.token_ids)
-    return (
-        count > 0
-        and one.position == before.position + count
-        and before.finish is None
-        and before.logprobs is None
-        and one.logprobs is None
-    )
 
 
 def source_of(table: RequestTable, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
