@@ -19,7 +19,7 @@ SUFFIXES = {
     "Tally": ("_total", "_created"),
     "Gauge": ("",),
     "Histogram": ("_bucket", "_sum", "_count", "_created"),
-    "HistogramMetricFamily": ("_bucket", "_sum", "_count"),
+    "HistogramTally": ("_bucket", "_sum", "_count"),
 }
 ADDED = {"service", "process", "job", "instance", "le"}
 """By the gateway, by Prometheus, and by every histogram."""

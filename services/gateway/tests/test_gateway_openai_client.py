@@ -326,3 +326,34 @@ async def test_what_an_answer_must_look_like_reaches_the_worker(world, body, kin
         model="fox", messages=MESSAGES, response_format={"type": "text"}
     )
     assert worker.submits[1].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("more", "whole"),
+    [({}, True), ({"logprobs": True}, True), ({"stop": "never"}, False), ({"stream": True}, False)],
+)
+async def test_workers_are_told_of_whole_answers(world, more, whole):
+    """Tokens and the end in one entry, as they come then."""
+    worker = await world.worker()
+    ids = world.ids(ANSWER)
+    worker.script = lambda submit: [
+        TokenEntry(
+            request_id=submit.request_id,
+            attempt=1,
+            seq=0,
+            token_ids=ids,
+            logprobs=[-0.5] * len(ids) if submit.sampling.logprobs else None,
+            finish=FinishReason.STOP,
+        )
+    ]
+    body = {"model": "fox", "messages": MESSAGES, **more}
+    response = await world.http.post("/v1/chat/completions", json=body)
+    assert [submit.whole for submit in worker.submits] == [whole]
+    if "stream" in more:
+        assert response.text.count("finish_reason") >= 2
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        (choice,) = response.json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER, "stop")
+    (row,) = world.usage.rows
+    assert (row["status"], row["output_tokens"]) == ("ok", len(ids))

@@ -125,6 +125,22 @@ def test_a_slot_that_is_used_again_has_nothing_of_the_one_before(tmp_path: Path)
     left.done()
 
 
+def test_what_has_ended_is_noted_whole(tmp_path: Path) -> None:
+    journal = UsageJournal(tmp_path, WRITER)
+    before = _begin(journal, "a")
+    assert before is not None
+    before.output(3, 2.0)
+    before.written()
+    noted = [journal.note(_row(name)) for name in ("b", "c", "d")]
+    assert journal.note(_row("e", model="m" * 1000)) is None
+    assert noted[1] is not None
+    noted[1].written()
+    journal.close()
+    (left,) = left_behind(tmp_path)
+    assert left.rows == [_row("b"), _row("d")]
+    left.done()
+
+
 def test_rows_that_were_not_written_outlive_an_orderly_end(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, WRITER)
     meter = _begin(journal, "r")
@@ -245,7 +261,7 @@ async def test_a_row_stands_in_the_journal_until_it_is_written(
         world.database, world.context.clock, world.context.background, folder=folder
     )
     await usage.start()
-    meter = usage.meter(model="fox", key_id="k", request_id="r", prompt_tokens=5, streamed=True)
+    meter = usage.meter(model="fox", key_id="k", request_id="r", prompt_tokens=5)
     assert meter is not None
     meter.output(2)
     with database_away(module_database):
@@ -266,6 +282,24 @@ async def test_a_row_stands_in_the_journal_until_it_is_written(
     assert await _written(world) == [("r", 2, "ok")]
 
 
+async def test_what_was_not_metered_is_noted_at_its_end(
+    world: AdminWorld, module_database: URL, folder: Path
+) -> None:
+    usage = UsageRecorder(
+        world.database, world.context.clock, world.context.background, folder=folder
+    )
+    await usage.start()
+    asked = {"model": "fox", "key_id": "k", "prompt_tokens": 5, "output_tokens": 2, "status": "ok"}
+    with database_away(module_database):
+        usage.record(request_id="r", **asked)  # pyright: ignore[reportArgumentType]
+        await usage.stop()
+    (left,) = left_behind(folder)
+    assert [(row.request_id, row.output_tokens) for row in left.rows] == [("r", 2)]
+    left.leave()
+    await usage.stop()
+    assert await _written(world) == [("r", 2, "ok")]
+
+
 async def test_without_a_folder_for_it_usage_goes_on(world: AdminWorld, tmp_path: Path) -> None:
     usage = UsageRecorder(
         world.database, world.context.clock, world.context.background, folder=tmp_path / "none"
@@ -273,7 +307,5 @@ async def test_without_a_folder_for_it_usage_goes_on(world: AdminWorld, tmp_path
     with capture_logs() as logs:
         await usage.start()
     assert [line["action"] for line in logs] == ["usage_journal_failed"]
-    assert (
-        usage.meter(model="fox", key_id="k", request_id="r", prompt_tokens=5, streamed=True) is None
-    )
+    assert usage.meter(model="fox", key_id="k", request_id="r", prompt_tokens=5) is None
     await usage.stop()

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.anyio
 ONE, OTHER = GatewayId("gw-1"), GatewayId("gw-2")
 
 
-def submit(request: str, gateway: GatewayId = ONE, earlier: int = 0) -> Submit:
+def submit(
+    request: str, gateway: GatewayId = ONE, earlier: int = 0, *, whole: bool = False
+) -> Submit:
     return Submit(
         request_id=RequestId(request),
         attempt=1,
@@ -43,6 +45,7 @@ def submit(request: str, gateway: GatewayId = ONE, earlier: int = 0) -> Submit:
         prompt_ids=[1, 2],
         output_ids=[9] * earlier,
         sampling=Sampling(seed=1, max_tokens=1 << 20, logprobs=True, top_logprobs=1),
+        whole=whole,
     )
 
 
@@ -260,3 +263,54 @@ async def test_too_many_tokens_for_one_message_leave_in_several(
     sent = [[entry.request_id for entry in batch.entries] for batch in bus.batches]
     assert sent == [["req-1"], ["req-2", "req-3"], ["req-4"]]
     assert bus.batches[0].entries == [entry_of("req-1", 0, *range(1, 7))]
+
+
+async def test_what_nobody_looks_at_yet_waits_for_its_end(
+    make_context: Any, make_steps: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "SHORTEST_S", 0.0)
+    context = make_context("worker", ServiceSettings())
+    bus = GatedBus()
+    bus.at_once = 100
+    steps = make_steps(bus, context.background)
+    steps.table.accept(submit("req-1", whole=True))
+    steps.table.accept(submit("req-2"))
+    for position in range(3):
+        steps.give("req-1", position, 10 + position)
+        steps.give("req-2", position, 20 + position)
+        steps.publisher.flush()
+    steps.give("req-1", 3, 13, finish=FinishReason.STOP)
+    steps.publisher.flush(ended=True)
+    assert [batch.entries for batch in bus.batches] == [
+        [entry_of("req-1", 0, 10), entry_of("req-2", 0, 20)],
+        [entry_of("req-2", 1, 21)],
+        [entry_of("req-2", 2, 22)],
+        [entry_of("req-1", 1, 11, 12, 13, finish=FinishReason.STOP)],
+    ]
+
+
+async def test_nothing_waits_for_longer_than_it_may(
+    make_context: Any, make_steps: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "WHOLE_S", 0.01)
+    context = make_context("worker", ServiceSettings())
+    bus = GatedBus()
+    bus.at_once = 100
+    steps = make_steps(bus, context.background)
+    steps.table.accept(submit("req-1", whole=True))
+    steps.give("req-1", 0, 10)
+    # Not sent yet: what comes goes along.
+    steps.give("req-1", 1, 11)
+    steps.publisher.flush()
+    steps.give("req-1", 2, 12)
+    steps.give("req-1", 3, 13)
+    await until(lambda: len(bus.batches) == 2)
+    assert [batch.entries for batch in bus.batches] == [
+        [entry_of("req-1", 0, 10, 11)],
+        [entry_of("req-1", 2, 12, 13)],
+    ]
+    # As when the worker ends.
+    steps.give("req-1", 4, 14)
+    bus.gate.set()
+    await steps.publisher.drain()
+    assert bus.batches[-1].entries == [entry_of("req-1", 4, 14)]

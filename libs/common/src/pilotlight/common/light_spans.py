@@ -32,7 +32,12 @@ class LightSpan(NonRecordingSpan):
     take as much memory as all else of it."""
 
     def __init__(
-        self, name: str, kind: SpanKind, parent: SpanContext | None, attributes: Attributes
+        self,
+        name: str,
+        kind: SpanKind,
+        parent: SpanContext | None,
+        attributes: Attributes,
+        traceparent: str = "",
     ) -> None:
         """Begins now.
 
@@ -42,13 +47,14 @@ class LightSpan(NonRecordingSpan):
             parent: None: it is the first of a trace. Otherwise it has its parent's context as
                 long as it does not fail: what comes of it belongs to the parent.
             attributes: known at its beginning.
+            traceparent: its context as W3C says it, where that is known.
         """
         # What its base does, without a call: there are several of these for each request.
         self._context = parent if parent is not None else _context(_bits(128) or 1)
         self._name, self._kind, self._parent = name, kind, parent
         self._attributes = tuple(attributes.items()) if attributes else ()
         self._began_ns = time.time_ns()
-        self._traceparent = ""
+        self._traceparent = traceparent
 
     @property
     def traceparent(self) -> str:

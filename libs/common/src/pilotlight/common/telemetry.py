@@ -209,9 +209,10 @@ def server_span(
     often.
     """
     if record and headers and _telemetry.tracer is not None:
-        remote = unsampled_context(headers.get(_TRACEPARENT, ""))
+        told = headers.get(_TRACEPARENT, "")
+        remote = unsampled_context(told)
         if remote is not None:
-            return Around(LightSpan(name, SpanKind.SERVER, remote, None), _keep_failed)
+            return Around(LightSpan(name, SpanKind.SERVER, remote, None, told), _keep_failed)
     parent = _context_of(headers)
     if record:
         return _Spanned(name, SpanKind.SERVER, parent, None)

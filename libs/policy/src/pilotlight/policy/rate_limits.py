@@ -49,7 +49,8 @@ def owed(meter: Meter, per_minute: float, now_s: float) -> float:
 
 def left(meter: Meter, per_minute: float, now_s: float) -> float:
     """Units that may be taken now."""
-    return max(0.0, per_minute - owed(meter, per_minute, now_s))
+    # What ``owed`` says, without a call: each answer tells what is left of each limit.
+    return max(0.0, per_minute - max(0.0, meter.free_at_s - now_s) * per_minute / 60)
 
 
 def wait_s(meter: Meter, per_minute: float, units: float, now_s: float) -> float:

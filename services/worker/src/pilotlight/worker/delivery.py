@@ -1,10 +1,10 @@
 """What the engine gave its requests, on its way to the gateways."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.engine import Produced, StepDone
-from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import RequestKey
 from pilotlight.worker.core import WorkerCore
@@ -14,6 +14,39 @@ from pilotlight.worker.tracing import PrefillSpans
 
 _Sampled = tuple[Produced, Moment | None]
 """What the engine gave a request, and when."""
+
+
+Pieces = tuple[list[Produced], Moment | None]
+"""What some steps gave a request, each going on where the one before it ended, and when it had the
+first."""
+
+
+def joined(given: Sequence[tuple[Sequence[Produced], Moment | None]]) -> Iterator[Pieces]:
+    """What steps gave, each request's together: it costs its way once, and not with each step.
+
+    Tokens with log probabilities stay apart. So does what does not go on where the step before it
+    ended: an engine's books are wrong there, and whatever came before is told first.
+    """
+    runs: dict[RequestId, Pieces] = {}
+    for produced, sampled in given:
+        for one in produced:
+            run = runs.get(one.request_id)
+            if run is None:
+                runs[one.request_id] = ([one], sampled)
+                continue
+            before = run[0][-1]
+            count = len(before.token_ids)
+            if (
+                count
+                and one.position == before.position + count
+                and one.attempt == before.attempt
+                and before.finish is before.logprobs is one.logprobs is None
+            ):
+                run[0].append(one)
+            else:
+                yield from runs.values()
+                runs = {one.request_id: ([one], sampled)}
+    yield from runs.values()
 
 
 def source_of(table: RequestTable, steps: Sequence[Timed[StepDone]]) -> InstanceId | None:
@@ -111,17 +144,17 @@ class TokenDelivery:
         spans = self._spans.any
         tokens, ended = 0, False
         try:
-            for produced, sampled in given:
-                for one in produced:
-                    if spans:
-                        self._spans.end(RequestKey(one.request_id, one.attempt))
-                    tokens += len(one.token_ids)
-                    if one.finish is not None:
-                        ended = True
-                        metrics.ended(one.finish)
-                    unsent = table.produced(one, now_s)
-                    if unsent is not None:
-                        add(unsent, sampled)
+            for pieces, sampled in joined(given):
+                first, last = pieces[0], pieces[-1]
+                if spans:
+                    self._spans.end(RequestKey(first.request_id, first.attempt))
+                tokens += last.position + len(last.token_ids) - first.position
+                if last.finish is not None:
+                    ended = True
+                    metrics.ended(last.finish)
+                unsent = table.produced(first, now_s, *pieces[1:])
+                if unsent is not None:
+                    add(unsent, sampled)
         finally:
             # Also of steps in which something is wrong: what was handed out before it is right.
             metrics.gave(tokens)

@@ -214,7 +214,7 @@ class Handlers:
         """The table has taken a request."""
         core = self._core
         core.table.shares.begin(key, core.clock.monotonic_s())
-        core.metrics.accepted.inc()
+        core.metrics.accepted.add()
         core.make_way()
         self._spans.begin(key, submit.instance_id, trace_parent)
 

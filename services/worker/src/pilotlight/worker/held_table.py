@@ -99,19 +99,20 @@ class HeldTable:
             for one, held in self._held.items()
         )
 
-    def stepped(self, step: StepDone) -> None:
-        """The engine ran a batch: note what a decode step took, and a hop of a pipeline.
+    def stepped(self, *steps: StepDone) -> None:
+        """The engine ran batches: note what each decode step took, and a hop of a pipeline.
 
         A decode step gave one token to each request that ran, and ended none. It says nothing of
         one stage where others ran beside it: their requests ran, too.
         """
-        held = self._held.get(step.turn_of) if step.turn_of is not None else None
-        if held is None:
-            return
-        if step.hop_s > 0:
-            held.steps = held.steps.hopped(step.hop_s)
-        elif 0 < step.batch_tokens == step.running == len(step.produced):
-            held.steps = held.steps.decoded(step.running, step.kv_used_tokens, step.step_time_s)
+        for one in steps:
+            held = self._held.get(one.turn_of) if one.turn_of is not None else None
+            if held is None:
+                continue
+            if one.hop_s > 0:
+                held.steps = held.steps.hopped(one.hop_s)
+            elif 0 < one.batch_tokens == one.running == len(one.produced):
+                held.steps = held.steps.decoded(one.running, one.kv_used_tokens, one.step_time_s)
 
     def overdue(self, now_s: float) -> tuple[InstanceId, ...]:
         """Instances that drain, and whose requests have had their time."""

@@ -1,15 +1,13 @@
 """What a worker process counts."""
 
-import itertools
-from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from pilotlight.common.messages.engine import StepDone
+from pilotlight.common.tallies import HistogramTally, Tally
 from pilotlight.policy.cluster import HealthState
 from pilotlight.policy.request import FinishReason
 
@@ -68,8 +66,8 @@ class WorkerMetrics:
         """Output tokens that are not shown yet."""
         self._finished = Counts[FinishReason]()
         """Requests that ended and are not shown yet."""
-        self.accepted = Counter(
-            "pilotlight_worker_requests_accepted", "Requests that were accepted.", registry=registry
+        self.accepted = Tally(
+            "pilotlight_worker_requests_accepted", "Requests that were accepted.", (), registry
         )
         self.refused = Counter(
             "pilotlight_worker_requests_refused",
@@ -173,20 +171,25 @@ class WorkerMetrics:
             "Times that a request gave up its KV blocks to an older one.",
             registry=registry,
         )
-        self._step_s = _StepSeconds()
-        registry.register(self._step_s)
+        self._step_s = HistogramTally(
+            "pilotlight_worker_step_seconds",
+            "How long an engine step takes.",
+            (),
+            STEP_BUCKETS_S,
+            registry,
+        ).series()
 
-    def stepped(self, step: StepDone) -> None:
-        """Count one engine step.
+    def stepped(self, *steps: StepDone) -> None:
+        """Count engine steps, in order.
 
         What is asked for once in seconds is not told to the registry with every step.
         """
-        self._step_s.observe(step.step_time_s)
-        self._last = step
-        self._batch_tokens += step.batch_tokens
-        self._looked_up_tokens += step.prefix_looked_up_tokens
-        self._hit_tokens += step.prefix_hit_tokens
-        self._preemptions += step.preemptions
+        self._step_s.observe(*[step.step_time_s for step in steps])
+        self._batch_tokens += sum([step.batch_tokens for step in steps])
+        self._looked_up_tokens += sum([step.prefix_looked_up_tokens for step in steps])
+        self._hit_tokens += sum([step.prefix_hit_tokens for step in steps])
+        self._preemptions += sum([step.preemptions for step in steps])
+        self._last = steps[-1]
 
     def gave(self, tokens: int) -> None:
         """Count output tokens."""
@@ -228,29 +231,6 @@ class WorkerMetrics:
         self.engine_hangs.inc(hung)
         for gauge in (self.queued, self.kv_used, self.kv_free, self.kv_cached):
             gauge.set(0)
-
-
-class _StepSeconds(Collector):
-    """A histogram of one series without locks: the loop alone counts, with each step."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(STEP_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one step."""
-        self._counts[bisect_left(STEP_BUCKETS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    def collect(self) -> Iterable[Metric]:
-        """As Prometheus wants it: each bucket has those below it, too."""
-        bounds = (*map(str, STEP_BUCKETS_S), "+Inf")
-        yield HistogramMetricFamily(
-            "pilotlight_worker_step_seconds",
-            "How long an engine step takes.",
-            buckets=list(zip(bounds, itertools.accumulate(self._counts), strict=True)),
-            sum_value=self._sum_s,
-        )
 
 
 class _BeforeOthers(Collector):

@@ -2,9 +2,9 @@
 
 There is no timer where the system keeps up: tokens leave as soon as they are there, and what
 collects while a message is on its way to the bus leaves with the next one. Steps that take less
-than ``SHORTEST_S`` share messages, too, up to one in which a request ends. The rate grows with
-workers, not with requests. A message may be lost: what it held is in the request table until it is
-acknowledged.
+than ``SHORTEST_S`` share messages, too, up to one in which a request ends. What nobody looks at yet
+(``Submit.whole``) waits for ``WHOLE_S``. The rate grows with workers, not with requests. A message
+may be lost: what it held is in the request table until it is acknowledged.
 
 Where the bus takes a message at once, no task has a part in it; where it does not, one waits.
 """
@@ -29,6 +29,9 @@ log = structlog.get_logger()
 SHORTEST_S = 0.001
 """Between two sends: no client has use for pieces that come faster, and each costs its gateway as
 much as a piece with many tokens. Steps of models on a GPU take longer."""
+WHOLE_S = 0.05
+"""How long tokens wait of an answer that its client gets in one piece, for later ones or its end.
+Should this worker die, another one makes again what has not left."""
 PUBLISH_DEADLINE_S = 2.0
 MAX_BATCH_TOKENS = 65_536
 """Of one message; a request that has more goes alone."""
@@ -61,6 +64,10 @@ class TokenPublisher:
         self._worker_id = worker_id
         self._table = table
         self._unsent: dict[GatewayId, dict[RequestKey, int]] = {}
+        self._waiting: dict[RequestKey, Unsent] = {}
+        """What may wait: it is unsent after ``WHOLE_S``, or with others of its request."""
+        self._waited: asyncio.TimerHandle | None = None
+        """Then."""
         self._sampled: dict[GatewayId, Moment] = {}
         self._wake = asyncio.Event()
         self._due: asyncio.TimerHandle | None = None
@@ -71,8 +78,20 @@ class TokenPublisher:
         background.spawn(f"token batches of {worker_id}", self._send_for_ever())
 
     def add(self, unsent: Unsent, sampled: Moment | None = None) -> None:
-        """Queue tokens, ``sampled`` then; they leave with the next ``flush``."""
+        """Queue tokens, ``sampled`` then; they leave with the next ``flush``, or later if they
+        may.
+        """
         gateway_id, key, position = unsent.gateway_id, unsent.key, unsent.position
+        if unsent.waits:
+            if key in self._unsent.get(gateway_id, ()):
+                return  # It leaves with what was there before it.
+            self._waiting.setdefault(key, unsent)
+            if self._waited is None:
+                loop = asyncio.get_running_loop()
+                self._waited = loop.call_later(WHOLE_S, self._wait_no_more)
+            return
+        if (earlier := self._waiting.pop(key, None)) is not None:
+            position = earlier.position
         if sampled is not None and position == 0:
             # A cold start ends with the first token of a request: the other batches need no header.
             self._sampled.setdefault(gateway_id, sampled)
@@ -97,11 +116,25 @@ class TokenPublisher:
 
     async def drain(self) -> None:
         """Send everything that waits, now."""
+        self._take_waiting()
         while self._unsent:
             gateway_id, waiting = self._unsent.popitem()
             sampled = self._sampled.pop(gateway_id, None)
             for batch in self._batches(waiting):
                 await self._send(gateway_id, sampled, batch)
+
+    def _wait_no_more(self) -> None:
+        self._take_waiting()
+        self.flush()
+
+    def _take_waiting(self) -> None:
+        """What waited is to be sent."""
+        waited, self._waited = self._waited, None
+        if waited is not None:
+            waited.cancel()
+        for unsent in self._waiting.values():
+            self._unsent.setdefault(unsent.gateway_id, {}).setdefault(unsent.key, unsent.position)
+        self._waiting.clear()
 
     def _send_soon(self) -> None:
         """Send what the bus takes at once; the task sends the rest."""

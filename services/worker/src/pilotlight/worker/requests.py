@@ -11,6 +11,7 @@ until it is acknowledged and can be sent again. Positions of one request::
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -31,8 +32,7 @@ KEPT_PER_RUNNING = 4
 """Requests kept in memory for each that may run: finished ones wait here for their last
 acknowledgement."""
 FORGOTTEN_KEPT = 4096
-"""Keys of forgotten requests that are remembered, so that a late submit, or a late repetition of
-one, does not run."""
+"""Forgotten keys that are remembered, so that a late submit, or a late repetition, does not run."""
 RETRY_AFTER_S = 1.0
 
 
@@ -44,6 +44,8 @@ class Unsent(msgspec.Struct, frozen=True, gc=False):
     gateway_id: GatewayId
     key: RequestKey
     position: int
+    waits: bool = False
+    """They may leave with later ones: nobody looks at them yet (``Submit.whole``)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,6 +57,7 @@ class _Kept:
     """Position of the first token in ``token_ids``."""
     held_tokens: int
     """Prompt and output that it came with."""
+    whole: bool = False
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float | None] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -182,6 +185,7 @@ class RequestTable:
             instance_id=submit.instance_id,
             kept=len(submit.output_ids),
             held_tokens=len(submit.prompt_ids) + len(submit.output_ids),
+            whole=submit.whole,
             logprobs=[] if submit.sampling.logprobs else None,
             top_logprobs=[] if submit.sampling.logprobs and submit.sampling.top_logprobs else None,
         )
@@ -190,8 +194,9 @@ class RequestTable:
         self._held_tokens[submit.instance_id] += kept.held_tokens
         return self._drop(others)
 
-    def produced(self, produced: Produced, now_s: float) -> Unsent | None:
-        """Keep what a step gave a request; None when no client waits for it.
+    def produced(self, produced: Produced, now_s: float, *more: Produced) -> Unsent | None:
+        """Keep what a step gave a request; None when no client waits for it. ``more`` goes on
+        where it ended, without log probabilities.
 
         Raises:
             InternalError: the engine skipped or repeated a position.
@@ -199,33 +204,33 @@ class RequestTable:
         kept = self._kept.get((produced.request_id, produced.attempt))
         if kept is None or kept.finish is not None:
             return None
+        last = more[-1] if more else produced
         if kept.cancelled:
-            if produced.finish is not None:
+            if last.finish is not None:
                 self._end(kept, now_s)
                 self._forget(kept)
             return None
         start = kept.kept + len(kept.token_ids)
-        if produced.position != start:
-            raise InternalError(
-                f"the engine gave {kept.key.request_id} position {produced.position}, not {start}"
-            )
-        kept.token_ids += produced.token_ids
+        if (position := produced.position) != start:
+            named = kept.key.request_id
+            raise InternalError(f"the engine gave {named} position {position}, not {start}")
+        token_ids = (*produced.token_ids, *chain.from_iterable([one.token_ids for one in more]))
+        kept.token_ids += token_ids
         kept.device_s = self.shares.so_far_s(kept.key, now_s)
         kept.cached_tokens = kept.cached_tokens or produced.cached_tokens
         kept.prompt = kept.prompt or produced.prompt
         kept.vector = kept.vector or produced.vector
         if kept.logprobs is not None:
-            kept.logprobs.extend(produced.logprobs or [None] * len(produced.token_ids))
+            kept.logprobs.extend(produced.logprobs or [None] * len(token_ids))
         if kept.top_logprobs is not None:
-            kept.top_logprobs.extend(
-                map(list, produced.top_logprobs or ([] for _ in produced.token_ids))
-            )
-        if produced.finish is not None:
-            kept.finish, kept.code, kept.message = produced.finish, produced.code, produced.message
+            kept.top_logprobs.extend(map(list, produced.top_logprobs or ([] for _ in token_ids)))
+        if last.finish is not None:
+            kept.finish, kept.code, kept.message = last.finish, last.code, last.message
             self._end(kept, now_s)
-        if kept.waits_since_s is None or produced.finish is not None:
+        waits = kept.waits_since_s is not None and last.finish is None
+        if not waits:
             kept.waits_since_s = now_s
-        return Unsent(kept.gateway_id, kept.key, start)
+        return Unsent(kept.gateway_id, kept.key, start, kept.whole and waits)
 
     def entry(self, key: RequestKey, position: int) -> TokenEntry | None:
         """What is kept of a request from a position on; None when no client waits for it any more,

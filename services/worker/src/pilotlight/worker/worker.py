@@ -259,10 +259,10 @@ class Worker:
     async def _on_steps(self, steps: Sequence[Timed[StepDone]]) -> None:
         """Of one engine: what they gave leaves together."""
         self._heard_s = self.core.clock.monotonic_s()
-        for told in steps:
-            self.core.metrics.stepped(told.message)
-            self.stages.held.stepped(told.message)
-        last = self._step = steps[-1].message
+        taken = [told.message for told in steps]
+        self.core.metrics.stepped(*taken)
+        self.stages.held.stepped(*taken)
+        last = self._step = taken[-1]
         if last.waiting and self.stages.lending.more_tokens:
             self.stages.lending.press()
         try:

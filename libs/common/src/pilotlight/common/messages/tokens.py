@@ -62,6 +62,9 @@ class Submit(Message, frozen=True, kw_only=True):
     """Its tenant's, of the engine's turns."""
     promise: Promise = NO_PROMISE
     """What its model's SLO says, from now on; a release that does not know it gives none."""
+    whole: bool = False
+    """Nobody looks at its output before it has ended: after the first ones, tokens need not leave
+    with each step. A worker that does not know this sends them all the same."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ request's room in it.
 
 import asyncio
 import ctypes
-from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -41,6 +40,26 @@ class FreedMemory:
             self._trim(0)
 
 
+class _Part:
+    """What bodies hold of one part of the budget."""
+
+    __slots__ = ("by_owner", "held_bytes")
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.by_owner: dict[str, int] = {}
+        """Of it, what those of each key hold; nobody holds nothing."""
+
+    def add(self, body_bytes: int, owner: str) -> None:
+        """Hold so much more; negative: less."""
+        self.held_bytes += body_bytes
+        held_bytes = self.by_owner.get(owner, 0) + body_bytes
+        if held_bytes:
+            self.by_owner[owner] = held_bytes
+        else:
+            self.by_owner.pop(owner, None)
+
+
 class BodyBudget:
     """Counts what bodies hold. Whether more fits is policy (``policy.bodies``)."""
 
@@ -49,30 +68,26 @@ class BodyBudget:
         self.pause_s = pause_s
         """How long no byte of a body may arrive."""
         self.freed = FreedMemory()
-        self._held: Counter[tuple[bool, str | None]] = Counter()
-        """By whether they are small, and by key; None stands for all keys."""
+        self._small, self._large = _Part(), _Part()
 
     @property
     def held_bytes(self) -> int:
         """By all bodies."""
-        return self._held[True, None] + self._held[False, None]
+        return self._small.held_bytes + self._large.held_bytes
 
     def held(self, body_bytes: int, owner: str) -> BodiesHeld:
         """What stands beside a body of this size."""
-        small = body_bytes <= SMALL_BYTES
+        part = self._small if body_bytes <= SMALL_BYTES else self._large
         return BodiesHeld(
             part_bytes=part_bytes(self.total_bytes, body_bytes),
-            held_bytes=self._held[small, None],
-            owner_bytes=self._held[small, owner],
+            held_bytes=part.held_bytes,
+            owner_bytes=part.by_owner.get(owner, 0),
         )
 
     def add(self, body_bytes: int, owner: str, sign: int) -> None:
         """Count a body, or, with the sign -1, count it no more."""
-        small = body_bytes <= SMALL_BYTES
-        for who in (None, owner):
-            self._held[small, who] += sign * body_bytes
-            if not self._held[small, who]:
-                del self._held[small, who]
+        part = self._small if body_bytes <= SMALL_BYTES else self._large
+        part.add(sign * body_bytes, owner)
 
 
 class BodyRoom:
@@ -104,10 +119,12 @@ class BodyRoom:
             raise TooLarge(
                 f"the body takes {body_bytes} bytes of memory once it is decoded; {room} are for bodies"
             )
-        self._count(-1)
+        if before:
+            budget.add(before, self._owner, -1)
         fits = admit_body(budget.held(body_bytes, owner), body_bytes)
         self._owner, self._bytes = owner, body_bytes if fits else before
-        self._count(1)
+        if self._bytes:
+            budget.add(self._bytes, owner, 1)
         if not fits:
             raise BodiesFull(
                 f"bodies that arrive hold {budget.held_bytes} of the {budget.total_bytes} bytes for them",
@@ -117,13 +134,9 @@ class BodyRoom:
     def release(self) -> None:
         """Hold nothing."""
         if self._bytes:
-            self._count(-1)
+            self.budget.add(self._bytes, self._owner, -1)
             self.budget.freed.add(self._bytes)
             self._bytes = 0
-
-    def _count(self, sign: int) -> None:
-        if self._bytes:
-            self.budget.add(self._bytes, self._owner, sign)
 
     def put_into(self, scope: MutableMapping[str, Any]) -> None:
         """Let the handler of this request find it."""

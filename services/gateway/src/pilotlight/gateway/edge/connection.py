@@ -127,6 +127,9 @@ class Connection(HttpToolsProtocol):
             # The application has not asked for this part yet: the next one can wait in the kernel,
             # with its sender.
             self.flow.pause_reading()
+        elif self._head_bytes is not None and self._head_deadline is None:
+            # Most heads come at once, and have no time limit.
+            self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client sends no more: stay if it waits for an answer to all that it sent."""
@@ -143,9 +146,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         # It is the scope's now, which lets it go.
         self.client = None
-        if self._head_deadline is None:
+        if self._head_bytes is None:
             self._head_bytes = 0
-            self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._end_head()

@@ -1,6 +1,6 @@
 """What one key, or one project, has taken of its limits, as far as this gateway knows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -32,11 +32,11 @@ class Sharing:
     gateways: int = 1
     cut_off: bool = False
     """Nothing is heard of the others: each takes an equal share for itself."""
+    factor: int = field(init=False)
+    """How often what is taken counts: without news, the others are taken to do the same."""
 
-    @property
-    def factor(self) -> int:
-        """How often what is taken counts: without news, the others are taken to do the same."""
-        return self.gateways if self.cut_off else 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", self.gateways if self.cut_off else 1)
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False):
@@ -54,23 +54,20 @@ class Unheard:
     its next telling.
     """
 
-    __slots__ = ("_fresh", "_on_its_way")
+    __slots__ = ("_on_its_way", "fresh")
 
     def __init__(self) -> None:
-        self._fresh = self._on_its_way = 0.0
+        self.fresh = self._on_its_way = 0.0
+        """Let in since the last telling."""
 
     @property
     def units(self) -> float:
         """All of it."""
-        return self._fresh + self._on_its_way
-
-    def add(self, units: float) -> None:
-        """Let in."""
-        self._fresh += units
+        return self.fresh + self._on_its_way
 
     def told(self) -> float:
         """Others are told; returns what they know of by now."""
-        heard, self._on_its_way, self._fresh = self._on_its_way, self._fresh, 0.0
+        heard, self._on_its_way, self.fresh = self._on_its_way, self.fresh, 0.0
         return heard
 
 
@@ -114,7 +111,7 @@ class Line:
     def spend(self, units: float, now_s: float, sharing: Sharing) -> None:
         """Take it for good."""
         self.spent += units
-        self.unheard.add(units)
+        self.unheard.fresh += units
         if self.limit is not None:
             self.meter = take(self.meter, self.limit, units * sharing.factor, now_s)
 

@@ -89,7 +89,7 @@ class BudgetBook:
 
     def begin(self, subject: str, tokens: int) -> None:
         """As ``Budgets.begin``."""
-        entry = self._entry(subject)
+        entry = self._entries.get(subject) or self._entry(subject)
         entry.running += tokens
 
     def end(self, subject: str, estimated: int, used: int) -> None:

@@ -268,7 +268,7 @@ class Limiter:
     def _take(self, account: Account, tokens: int, now_s: float) -> Taken:
         account.changed = True
         account.running += 1
-        account.unheard_running.add(1)
+        account.unheard_running.fresh += 1
         account.requests.spend(1, now_s, self.sharing)
         return account.tokens.take(tokens, now_s, self.sharing)
 

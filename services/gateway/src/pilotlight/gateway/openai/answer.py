@@ -174,8 +174,9 @@ class Answer:
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Several in one."""
-    if len(deltas) == 1:
-        return deltas[0]
+    said = [delta for delta in deltas if delta != NOTHING_NEW]
+    if len(said) < 2:
+        return said[0] if said else NOTHING_NEW
     return Delta(
         "".join(delta.text for delta in deltas),
         [token for delta in deltas for token in delta.tokens],

@@ -352,6 +352,8 @@ class OpenAiApi:
             shorten=limit_of(asked.body) is None,
             deadline_s=asked.asker.arrived_s
             + min(asked.body.timeout_s or math.inf, self._limits.request_timeout_s),
+            # What may end an answer before its engine does is looked for in each token.
+            whole=not (options.stream or options.stops or asked.tools.dialect),
         )
         choices: list[Choice] = []
         for number in range(asked.body.n or 1):

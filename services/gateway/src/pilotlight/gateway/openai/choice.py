@@ -14,7 +14,7 @@ from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.requests import Requests
 from pilotlight.gateway.serving.starts import Starts
 from pilotlight.gateway.serving.token_log import PromptRead
-from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+from pilotlight.gateway.serving.token_request import Held, TokenRequest, Tokens, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,26 +106,25 @@ class Choice:
             case Held():
                 self.was_held = True
                 return update
-            case Tokens(tokens, read, device_s):
+            case Tokens(tokens, read, device_s, finish):
                 self.device_s = device_s
-                before = self._read(read)
-                if self.first_token_s is None:
-                    self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
-                    model = self.request.model
-                    self._parts.measures.first_token(
-                        model.name, met=self.first_token_s * 1000 <= model.slo.ttft_ms
-                    )
-                delta = self.answer.feed(tokens)
-                return delta if before is None else joined([before, delta])
-            case Ended(finish, read, device_s):
-                self.device_s = device_s
-                before = self._read(read)
-                delta = self.answer.finish(finish)
-                return delta if before is None else joined([before, delta])
+                deltas = self._read(read)
+                if tokens:
+                    if self.first_token_s is None:
+                        self._first_token()
+                    deltas.append(self.answer.feed(tokens))
+                if finish is not None:
+                    deltas.append(self.answer.finish(finish))
+                return joined(deltas)
 
-    def _read(self, read: PromptRead | None) -> Delta | None:
+    def _first_token(self) -> None:
+        self.first_token_s = self._parts.clock.monotonic_s() - self.request.arrived_s
+        model = self.request.model
+        met = self.first_token_s * 1000 <= model.slo.ttft_ms
+        self._parts.measures.first_token(model.name, met=met)
+
+    def _read(self, read: PromptRead | None) -> list[Delta]:
         """What the answer says of its prompt, if that is something, and once."""
         if self.answer.told is not None:
-            return None
-        said = self.answer.read(read)
-        return said if said.text or said.tokens else None
+            return []
+        return [self.answer.read(read)]

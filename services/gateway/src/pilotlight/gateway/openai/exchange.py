@@ -15,7 +15,7 @@ from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
 from pilotlight.gateway.edge.http import Answering, EventStream, Write
 from pilotlight.gateway.limits.limiter import Admission
-from pilotlight.gateway.openai.answer import NOTHING_NEW, Answer, Delta, joined
+from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.choice import Choice, ExchangeParts, Piece, PieceTaker
 from pilotlight.gateway.openai.parameters import Options
@@ -87,7 +87,7 @@ class Exchange:
         deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
 
         async def take(piece: Piece) -> None:
-            if isinstance(piece.what, Delta) and piece.what != NOTHING_NEW:
+            if isinstance(piece.what, Delta):
                 deltas[piece.index].append(piece.what)
 
         await self.run(take)
@@ -144,13 +144,11 @@ class Exchange:
 
     def _estimate(self) -> int:
         """Tokens that it may take: its prompts, each once, and as much output as was asked for."""
-        output = sum(
-            min(request.sampling.max_tokens, GUESSED_OUTPUT_TOKENS)
-            if request.shorten
-            else request.sampling.max_tokens
-            for request in (choice.request for choice in self._choices)
-        )
-        return self._prompt_tokens() + output
+        tokens = self._prompt_tokens()
+        for choice in self._choices:
+            most = choice.request.sampling.max_tokens
+            tokens += min(most, GUESSED_OUTPUT_TOKENS) if choice.request.shorten else most
+        return tokens
 
     def __enter__(self) -> None:
         if self._options.stream:
@@ -187,19 +185,15 @@ class Exchange:
         for choice in self._choices:
             output_tokens += choice.answer.output_tokens
         if self._meter is None:
-            self._meter = self._begun_meter()
+            request = self._choices[0].request
+            self._meter = self._parts.usage.meter(
+                model=request.model.name,
+                key_id=self._asker.key.key_id,
+                request_id=request.request_id,
+                prompt_tokens=self._prompt_tokens(),
+            )
         if self._meter is not None:
             self._meter.output(output_tokens, self._device_s)
-
-    def _begun_meter(self) -> Meter | None:
-        request = self._choices[0].request
-        return self._parts.usage.meter(
-            model=request.model.name,
-            key_id=self._asker.key.key_id,
-            request_id=request.request_id,
-            prompt_tokens=self._prompt_tokens(),
-            streamed=self._options.stream,
-        )
 
     @property
     def _device_s(self) -> float:
@@ -235,9 +229,6 @@ class Exchange:
         elapsed_s = self._parts.clock.monotonic_s() - request.arrived_s
         first_token_s = self.first_token_s
         held = any(choice.was_held for choice in self._choices)
-        if self._meter is None:
-            # Of an answer in one piece nothing is billed before its end.
-            self._meter = self._begun_meter()
         self._parts.usage.record(
             model=request.model.name,
             key_id=self._asker.key.key_id,

@@ -9,17 +9,15 @@ class UsageSink(Protocol):
     """Where requests are noted: while they run, and when they have ended (``UsageRecorder``)."""
 
     def meter(
-        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, streamed: bool
+        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int
     ) -> Meter | None:
-        """What outlives this process of a stream that has its first token, or of a request that has
-        ended; None: nothing does.
+        """What outlives this process of a stream that has its first token; None: nothing does.
 
         Args:
             model: its name.
             key_id: of the API key that pays.
             request_id: the client's request.
             prompt_tokens: counted once, also for several choices.
-            streamed: the client gets the answer as it comes.
         """
         ...
 
@@ -45,6 +43,6 @@ class UsageSink(Protocol):
             output_tokens: of all choices.
             status: ``ok``, ``cancelled`` or an error's code.
             device_s: device-seconds that it had, up to its last token.
-            meter: the one that it had while it ran.
+            meter: the one that it had while it ran; None: nothing of it is noted yet.
         """
         ...

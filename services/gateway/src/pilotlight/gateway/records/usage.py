@@ -159,7 +159,7 @@ class UsageRecorder:
             journal.close()
 
     def meter(
-        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int, streamed: bool
+        self, *, model: str, key_id: str, request_id: str, prompt_tokens: int
     ) -> Meter | None:
         """As ``UsageSink.meter``."""
         if self._journal is None:
@@ -170,7 +170,7 @@ class UsageRecorder:
             key_id=key_id,
             request_id=request_id,
             prompt_tokens=prompt_tokens,
-            streamed=streamed,
+            streamed=True,
         )
 
     def record(
@@ -198,6 +198,8 @@ class UsageRecorder:
         )
         if meter is not None:
             meter.ended(row)
+        elif self._journal is not None:
+            meter = self._journal.note(row)
         self._rows.append(_Noted(row, meter))
         self._keep_within_bound()
 

@@ -132,8 +132,7 @@ class UsageJournal:
         prompt_tokens: int,
         streamed: bool,
     ) -> Meter | None:
-        """A slot for a stream that has its first token, or for a request that has ended; None where
-        there is no room.
+        """A slot for a stream that has its first token; None where there is no room.
 
         Args:
             at: the moment.
@@ -145,6 +144,26 @@ class UsageJournal:
                 it is whole.
         """
         texts = msgspec.msgpack.encode((request_id, key_id, model))
+        offset = self._slot(texts)
+        if offset is None:
+            return None
+        facts = (streamed, len(texts), 0, _microseconds(at), prompt_tokens, 0)
+        _SLOT.pack_into(self._map, offset, _FREE, *facts)
+        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, 0)
+        self._map[offset] = _RUNNING
+        return Meter(self, offset)
+
+    def note(self, row: UsageRow) -> Meter | None:
+        """A slot for a request that has ended and had none; None where there is no room."""
+        texts = msgspec.msgpack.encode((row.request_id, row.key_id, row.model))
+        offset = self._slot(texts)
+        if offset is None:
+            return None
+        self._put_end(offset, False, len(texts), row)
+        return Meter(self, offset)
+
+    def _slot(self, texts: bytes) -> int | None:
+        """A slot that is free, with these texts in it; None where there is no room."""
         if len(texts) > _DEVICE_AT - _TEXTS_AT:
             return None
         if self._free:
@@ -155,12 +174,8 @@ class UsageJournal:
             _TOKENS.pack_into(self._map, _USED_AT, self._used)
         else:
             return None
-        facts = (streamed, len(texts), 0, _microseconds(at), prompt_tokens, 0)
-        _SLOT.pack_into(self._map, offset, _FREE, *facts)
-        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, 0)
         self._map[offset + _TEXTS_AT : offset + _TEXTS_AT + len(texts)] = texts
-        self._map[offset] = _RUNNING
-        return Meter(self, offset)
+        return offset
 
     def _has_room(self) -> bool:
         """On the disk, for one slot more."""
@@ -184,11 +199,16 @@ class UsageJournal:
 
     def end(self, offset: int, row: UsageRow) -> None:
         """As ``Meter.ended``."""
-        slot = _SLOT.unpack_from(self._map, offset)
+        _, streamed, texts, *_ = _SLOT.unpack_from(self._map, offset)
+        self._put_end(offset, streamed, texts, row)
+
+    def _put_end(self, offset: int, streamed: int, texts: int, row: UsageRow) -> None:
+        """Write a row into a slot that has its texts: they are ``texts`` bytes."""
         status = row.status.encode()[:_STATUS_BYTES]
         self._map[offset + _STATUS_AT : offset + _STATUS_AT + len(status)] = status
         facts = (_microseconds(row.at), row.prompt_tokens, row.output_tokens)
-        _SLOT.pack_into(self._map, offset, _RUNNING, *slot[1:3], len(status), *facts)
+        state = self._map[offset]
+        _SLOT.pack_into(self._map, offset, state, streamed, texts, len(status), *facts)
         _DEVICE.pack_into(self._map, offset + _DEVICE_AT, int(row.device_s * 1e6))
         self._map[offset] = _ENDED
 

@@ -41,7 +41,6 @@ from pilotlight.gateway.serving.route import Route, Router
 from pilotlight.gateway.serving.submitting import sampling_on, submitted
 from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import (
-    Ended,
     Held,
     Listener,
     ListenerFailed,
@@ -108,7 +107,7 @@ class Requests:
                     life.place.take()
                 if await life.attempt():
                     return
-            await life.tell(Ended(life.finish, life.read, life.device_s))
+            await life.tell(Tokens([], life.read, life.device_s, life.finish))
         except ListenerFailed as failed:
             raise failed.error from failed
         finally:
@@ -255,7 +254,7 @@ class _Life:
         return enough
 
     async def _stream(self, attempt: Attempt, place: Place) -> bool:
-        """Every token of an attempt; whether the listener wants no more of them."""
+        """Every token of an attempt; whether its end was told with them, or no more are wanted."""
         # What is there is taken before the end is looked at: all of it may have come before the
         # submit was answered.
         received = attempt.log
@@ -265,8 +264,9 @@ class _Life:
                 if not self._output_ids:
                     self._first_token(attempt, place)
                 self._output_ids += [token.token_id for token in tokens]
-                device_s = self.device_s + received.device_s
-                if await self.tell(Tokens(tokens, received.read, device_s)):
+                ended, device_s = received.ended, self.device_s + received.device_s
+                enough = await self.tell(Tokens(tokens, received.read, device_s, ended))
+                if enough or ended is not None:
                     return True
             elif received.finish is not None:
                 return False
@@ -313,6 +313,7 @@ class _Life:
             deadline_in_s=left_s if math.isfinite(left_s) else None,
             share=request.share,
             promise=self._time.promise(bool(self._output_ids)),
+            whole=request.whole,
         )
 
     def _end(self, attempt: Attempt) -> None:

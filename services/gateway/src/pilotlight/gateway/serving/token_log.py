@@ -12,6 +12,8 @@ from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.common.messages.tokens import TokenEntry
 from pilotlight.policy.request import FinishReason
 
+_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """One output token, and its log probability when it was asked for.
@@ -65,6 +67,11 @@ class TokenLog:
     def gap(self) -> bool:
         """Something was seen that lies beyond what is missing."""
         return self.finish is None and self.highest_seq > self.next_seq
+
+    @property
+    def ended(self) -> FinishReason | None:
+        """How it ended well; None: it has not, or has not ended at all."""
+        return self.finish if self.finish in _WELL else None
 
     def offer(self, entry: TokenEntry) -> bool:
         """Take what is new of an entry; True when it told anything."""

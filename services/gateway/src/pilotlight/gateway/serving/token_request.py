@@ -37,6 +37,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of its project."""
     key_id: str = ""
     """Of the API key that pays."""
+    whole: bool = False
+    """Nobody looks at its tokens before it has ended: they may come together (``Submit.whole``)."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -56,19 +58,11 @@ class Tokens(msgspec.Struct, frozen=True, gc=False):
     """What the attempt that gave them says of the prompt."""
     device_s: float = 0.0
     """Device-seconds of the request so far, all attempts together."""
+    finish: FinishReason | None = None
+    """The engine ended it with these, or after those before: ``stop`` or ``length``."""
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False):
-    """The engine ended it: ``stop`` or ``length``."""
-
-    finish: FinishReason
-    read: PromptRead | None = None
-    """As in ``Tokens``."""
-    device_s: float = 0.0
-    """Likewise."""
-
-
-Update = Held | Tokens | Ended
+Update = Held | Tokens
 Listener = Callable[[Update], Awaitable[bool]]
 """Takes what happens to a request. True: it wants no more, and what still runs is cancelled."""
 

@@ -53,13 +53,13 @@ class EventQueue:
 
     def steps_now(self) -> list[Timed[StepDone]]:
         """The steps that are heard next and are there already: ``events`` does not have them."""
-        said, was_full, steps = self._said, not self.has_room, list[Timed[StepDone]]()
+        said, was_full, steps = self._said, not self.has_room, list[Timed[EngineEvent]]()
         while said and (first := said[0]) is not None and type(first.message) is StepDone:
-            steps.append(cast("Timed[StepDone]", first))
+            steps.append(first)
             said.popleft()
         if steps and was_full:
             self._room.send()
-        return steps
+        return cast("list[Timed[StepDone]]", steps)
 
     def end(self) -> None:
         """What was not heard yet is forgotten, and there is nothing more."""

@@ -19,7 +19,7 @@ from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.schema.pooling import PooledUsage
 from pilotlight.gateway.serving.starts import ModelState
 from pilotlight.gateway.serving.token_log import PromptRead
-from pilotlight.gateway.serving.token_request import Ended, Held, TokenRequest, Tokens, Update
+from pilotlight.gateway.serving.token_request import Held, TokenRequest, Tokens, Update
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.pooling import Pooled
 from pilotlight.policy.request import Sampling
@@ -178,10 +178,9 @@ class PooledExchange:
         match update:
             case Held():
                 run.held = True
-            case Tokens(_, read, device_s):
-                run.device_s += device_s
-                self._took(run, place, read)
-            case Ended(_, read):
+            case Tokens(tokens, read, device_s):
+                # It has one. Its end, if that comes after it, says the same again.
+                run.device_s += device_s if tokens else 0.0
                 self._took(run, place, read)
         return False
 
