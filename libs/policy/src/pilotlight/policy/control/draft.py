@@ -12,6 +12,7 @@ from pilotlight.policy.coldstart.contention import INTO, FetchBooks, incoming
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.fetches import kept_up, newcomers
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.glance import Glances
 from pilotlight.policy.control.growing import most_targets
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.known_room import KnownRoom, Needs
@@ -55,7 +56,7 @@ class Draft:
         """With those of the starts that this tick has decided."""
         self.moved: dict[InstanceId, Record] = {}
         self.drains: list[Drain] = []
-        self.needs = Needs()
+        self.needs, self.glances = Needs(), Glances(facts.nodes)
         self._known_rooms: list[KnownRoom] = []
 
     # Changes.
