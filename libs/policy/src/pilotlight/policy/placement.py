@@ -120,9 +120,7 @@ def candidates(
     *,
     evicts: bool = True,
 ) -> Candidates:
-    """Sort every worker into fitting, makeable or rejected.
-
-    The servers that fit, of ParaServe's algorithm 1.
+    """Sort every worker into fitting (ParaServe's algorithm 1), makeable or rejected.
 
     1. the caller excludes it: it has just refused, or is left to models that have waited longer
     2. it is not alive, its device has failed, or its engine is down

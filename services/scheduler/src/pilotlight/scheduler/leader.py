@@ -17,6 +17,7 @@ from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.line import shortened
+from pilotlight.policy.control.pace import next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
@@ -89,6 +90,7 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
+        self._starts_at_once = self._rules.starts_at_once
         self._log = DecisionLog(
             folder=settings.decision_log_dir,
             file_bytes=settings.decision_log_file_bytes,
@@ -236,6 +238,8 @@ class Term:
             gathered_s = self._clock.monotonic_s()
             plan = tick(facts, self._memory, self._rules)
             tick_s = self._clock.monotonic_s() - gathered_s
+            least = self._rules.starts_at_once
+            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, least)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
@@ -285,6 +289,7 @@ class Term:
             refusals=refusals,
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
+            starts_at_once=self._starts_at_once,
         )
         return shortened(facts, self._memory, self._rules)
 

@@ -62,7 +62,7 @@ def looked_at(facts: ControlFacts, memory: Memory, rules: ControlRules) -> tuple
         for one in refused
         if one[1] not in ahead and may_try(backing := memory.backing[one[1]], facts, rules)
     ]
-    others = heapq.nsmallest(rules.starts_at_once, behind)  # 3
+    others = heapq.nsmallest(facts.most_starts(rules), behind)  # 3
     return (*found, *(one for _, _, one in line), *(one for _, (_, _, one) in others))
 
 

@@ -39,7 +39,7 @@ class ControlRules:
     consolidate: bool = True
     """Groups become whole instances; else each stays as its start made it."""
     starts_at_once: int = 8
-    """Starts that one tick decides at most. Each takes milliseconds: hundreds in one tick would
+    """Starts that one tick decides at most, unless its facts say otherwise. Each takes milliseconds: hundreds in one tick would
     outlast the lease, and the next leader would fare no better."""
     max_tries: int = 3
     """Workers that are asked for room in one attempt; the next attempt sees newer reports."""
@@ -135,6 +135,13 @@ class ControlFacts:
     """
     asked: frozenset[ModelName] = frozenset()
     """Models with demand that is left out, because a tick would not look at it (``line``)."""
+    starts_at_once: int | None = None
+    """Starts that this tick decides at most, by what ticks take here (``pace``); None: as many as
+    the rules say."""
+
+    def most_starts(self, rules: ControlRules) -> int:
+        """Starts that the tick decides at most."""
+        return rules.starts_at_once if self.starts_at_once is None else self.starts_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
