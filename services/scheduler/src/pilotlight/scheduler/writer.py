@@ -21,17 +21,26 @@ MOST_TOGETHER = 256
 @dataclass(slots=True, eq=False)
 class _Waiting:
     rows: Rows
+    woken: asyncio.Future[None]
+    """Its rows are written, or were refused; or it is its turn to write."""
+    has_turn: bool = False
     is_over: bool = False
     error: Exception | None = None
+
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes rows of one term. What one caller writes is all there, or nothing is."""
+    """Writes rows of one term. What one caller writes is all there, or nothing is. Those whose rows
+    were written together go on together.
+    """
 
     fence: Fence
     _line: deque[_Waiting] = field(default_factory=deque["_Waiting"])
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _is_writing: bool = False
 
     async def write(self, rows: Rows) -> None:
         """Return when the rows are there.
@@ -41,17 +50,29 @@ class Writer:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        ours = _Waiting(rows)
+        ours = _Waiting(rows, asyncio.get_running_loop().create_future())
         self._line.append(ours)
         try:
-            async with self._turn:
-                while not ours.is_over:
-                    await self._commit(self._next())
+            if self._is_writing:
+                await ours.woken
+            else:
+                self._is_writing = ours.has_turn = True
+            while not ours.is_over:
+                await self._commit(self._next())
         finally:
             if not ours.is_over and ours in self._line:
                 self._line.remove(ours)
+            if ours.has_turn:
+                self._pass_on()
         if ours.error is not None:
             raise ours.error
+
+    def _pass_on(self) -> None:
+        """The next one's turn."""
+        self._is_writing = bool(self._line)
+        if self._line:
+            self._line[0].has_turn = True
+            self._line[0].wake()
 
     def _next(self) -> list[_Waiting]:
         """The first of the line, as many as may be together: of no row two changes."""
@@ -86,3 +107,4 @@ class Writer:
             for one in batch:
                 if not one.is_over:
                     one.is_over, one.error = True, error
+                    one.wake()
