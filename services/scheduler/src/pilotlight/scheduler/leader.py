@@ -296,10 +296,11 @@ class Term:
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
         self.book.books, self._memory = plan.books, plan.memory
-        for after in await self._applier.apply(plan.changes):
+        changed, drained = await self._applier.carry_out(plan.changes, plan.drain)
+        for after in changed:
             if after.state in SERVING:
                 self._requests.warmed(after.model)
-        for drain in await self._applier.drain(plan.drain):
+        for drain in drained:
             makes_way = drain.makes_way_for is not None
             self._metrics.decided("drain", "made_way" if makes_way else "drained")
         await self._applier.retarget(plan.retarget)
