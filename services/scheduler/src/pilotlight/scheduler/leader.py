@@ -22,7 +22,7 @@ from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, 
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.instance import SERVING
+from pilotlight.policy.instance import ENDED, SERVING
 from pilotlight.policy.placement import owed_service
 from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.announcement import Announcer
@@ -43,7 +43,7 @@ from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
-from pilotlight.scheduler.teller import Teller, pressing_first
+from pilotlight.scheduler.teller import Teller
 from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
@@ -52,8 +52,9 @@ TICK_S = 0.25
 REST_S = 0.02
 """After a tick others run for half of its time, at most for this long, however much is new."""
 SETTLE_S = 0.5
-TOLD_AT_ONCE = 64
-"""Holds that are published before other tasks have their turn."""
+ANNOUNCED_S = 0.25
+"""A term waits so long at most for its announcement before it looks at everything: until then it
+commands nothing, and would look in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,8 @@ class Term:
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
+        self._heard_of = asyncio.Event()
+        """Some term is announced."""
         self._shown_after = term_context.world.reconnects
         self._requests = OperatorRequests()
         self._room = RoomClient(context.bus, self._epoch, self, self._owed)
@@ -185,7 +188,10 @@ class Term:
             )
         )
         for one in stored.instances:
-            self._publisher.publish(one.instance)
+            if (
+                one.instance.state not in ENDED
+            ):  # Where others are shown as they were, ``sweep`` sees.
+                self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.know(stored.estimates, stored.timings)
@@ -221,11 +227,13 @@ class Term:
     def _known(self, newest: Epoch) -> None:
         self._world.hear_epoch(newest)
         self._announced = newest == self._epoch
+        self._heard_of.set()
         self._wake.set()
 
     # The loop.
 
     async def _decide_for_ever(self, garbage: Garbage) -> None:
+        await woken(self._heard_of, ANNOUNCED_S)
         while True:
             self._wake.clear()
             began_s = self._clock.monotonic_s()
@@ -332,17 +340,9 @@ class Term:
     async def _command(
         self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
     ) -> None:
-        """After the rows: holds say what was decided. A term's first turn tells everybody, which
-        must not keep the lease from being renewed, and those first who are to do something.
-        """
+        """After the rows: holds say what was decided."""
         for holds in (plan.tell, plan.repeat):
-            for part in pressing_first(holds):
-                for number, node_told in enumerate(part.nodes):
-                    await self._teller.tell_node(node_told, nodes)
-                    await _others_too(number)
-                for number, worker_told in enumerate(part.workers):
-                    await self._teller.tell_worker(worker_told, nodes, workers)
-                    await _others_too(number)
+            await self._teller.tell_all(holds, nodes, workers)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
 
@@ -388,9 +388,3 @@ class Term:
         """See ``Effects``."""
         # Not of the term: what its last act leaves reserved is given back all the same.
         self._background.spawn("release a grant", self._room.release(grant_id))
-
-
-async def _others_too(number: int) -> None:
-    """Let other tasks run once in a while, in the midst of much to tell."""
-    if number % TOLD_AT_ONCE == TOLD_AT_ONCE - 1:
-        await pause(0.0)

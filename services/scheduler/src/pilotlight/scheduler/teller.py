@@ -35,6 +35,9 @@ from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.effects import Effects
 
+TOLD_AT_ONCE = 64
+"""Holds that are published before other tasks have their turn."""
+
 
 @dataclass(slots=True)
 class _Due:
@@ -94,6 +97,26 @@ class Teller:
             await self.tell_worker(
                 WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)), nodes
             )
+
+    async def tell_all(
+        self,
+        holds: Holds,
+        nodes: Mapping[NodeId, NodeFacts],
+        workers: Mapping[WorkerId, WorkerView],
+    ) -> None:
+        """Send many holds, those first that say to do something. A term's first turn tells
+        everybody, which must not keep the lease from being renewed.
+
+        Raises:
+            NotLeader: the lease has run out.
+        """
+        for part in pressing_first(holds):
+            for number, node_told in enumerate(part.nodes):
+                await self.tell_node(node_told, nodes)
+                await _others_too(number)
+            for number, worker_told in enumerate(part.workers):
+                await self.tell_worker(worker_told, nodes, workers)
+                await _others_too(number)
 
     async def tell_worker(
         self,
@@ -204,3 +227,9 @@ def _only_trace(orders: Iterable[StageHold] | Iterable[PartFetch]) -> str:
     """
     traces = [order.trace_parent for order in orders if order.trace_parent]
     return traces[0] if len(traces) == 1 else ""
+
+
+async def _others_too(number: int) -> None:
+    """Let other tasks run once in a while, in the midst of much to tell."""
+    if number % TOLD_AT_ONCE == TOLD_AT_ONCE - 1:
+        await pause(0.0)
