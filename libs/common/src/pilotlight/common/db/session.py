@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psycopg
 import structlog
-from sqlalchemy import insert, text
+from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
+from pilotlight.common.db.documents import document, inserted
 from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
 from pilotlight.common.errors import BadRequest, DatabaseUnavailable
@@ -33,8 +34,9 @@ from pilotlight.common.telemetry import current_traceparent
 
 log = structlog.get_logger()
 
-_NUL = "NUL (0x00)"
-"""How psycopg names what PostgreSQL's texts cannot hold."""
+_NULS = ("NUL (0x00)", "\\u0000")
+"""How psycopg, and PostgreSQL in JSON, name what PostgreSQL's texts cannot hold."""
+_EVENT = ("event_id", "kind", "entity", "at", "data", "trace_parent")
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
@@ -112,6 +114,7 @@ class Database:
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
             },
         )
+        self._new_events = inserted(tables.outboxes[schema], _EVENT)
         self._on_events: list[Callable[[], None]] = []
         self._on_failure: list[Callable[[Failure], None]] = []
 
@@ -193,7 +196,7 @@ class Database:
                 Failure.POOL, "every connection to the database is in use"
             ) from error
         except DBAPIError as error:
-            if isinstance(error, DataError) and _NUL in str(error.orig):
+            if isinstance(error, DataError) and any(nul in str(error.orig) for nul in _NULS):
                 raise BadRequest(
                     "a text holds U+0000, which is in nothing that is stored"
                 ) from error
@@ -218,7 +221,7 @@ class Database:
             return
         at = self._clock.wall()
         await work.connection.execute(
-            insert(tables.outboxes[self.schema]), [{**event, "at": at} for event in work.events]
+            self._new_events, document([{**event, "at": at} for event in work.events])
         )
 
 
