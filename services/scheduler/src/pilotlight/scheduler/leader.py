@@ -272,6 +272,7 @@ class Term:
         waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
+        sent = self._teller.take_sent()
         facts = ControlFacts(
             now_s=now_s,
             term=TermFacts(
@@ -298,6 +299,8 @@ class Term:
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
             starts_at_once=self._starts_at_once,
+            told_nodes=sent.nodes,
+            told_workers=sent.workers,
         )
         return shortened(facts, self._memory, self._rules)
 

@@ -1,8 +1,9 @@
 """Tells workers and nodes what to hold."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
@@ -27,7 +28,7 @@ from pilotlight.policy.control.holds import (
     stages_of,
     upstreams_at,
 )
-from pilotlight.policy.control.plan import Holds, NodeTold, WorkerTold
+from pilotlight.policy.control.plan import Holds, NodeTold, Told, WorkerTold
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.model import Model
@@ -35,8 +36,17 @@ from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.effects import Effects
 
+Key = TypeVar("Key", NodeId, WorkerId)
 TOLD_AT_ONCE = 64
 """Holds that are published before other tasks have their turn."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """Holds of new instances, in short."""
+
+    nodes: dict[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+    workers: dict[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
 
 
 @dataclass(slots=True)
@@ -58,6 +68,7 @@ class Teller:
     clock: Clock
     _seq: int = 0
     _due: _Due = field(default_factory=_Due)
+    _sent: Sent = field(default_factory=Sent)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _began_s: float = field(init=False)
 
@@ -90,13 +101,16 @@ class Teller:
     async def _tell(self, due: _Due, book: Book, nodes: Mapping[NodeId, NodeFacts]) -> None:
         upstreams = upstreams_at(due.node_ids, book.books, nodes)
         for node_id in due.node_ids:
-            await self.tell_node(
-                NodeTold(node_id=node_id, fetches=fetches_of(node_id, book.books, upstreams)), nodes
-            )
+            fetches = fetches_of(node_id, book.books, upstreams)
+            await self.tell_node(NodeTold(node_id=node_id, fetches=fetches), nodes, between=True)
         for worker_id in due.worker_ids:
-            await self.tell_worker(
-                WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books)), nodes
-            )
+            told = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books))
+            await self.tell_worker(told, nodes, between=True)
+
+    def take_sent(self) -> Sent:
+        """What was sent between two turns, since the last call."""
+        sent, self._sent = self._sent, Sent()
+        return sent
 
     async def tell_all(
         self,
@@ -123,15 +137,26 @@ class Teller:
         told: WorkerTold,
         nodes: Mapping[NodeId, NodeFacts],
         workers: Mapping[WorkerId, WorkerView] | None = None,
+        *,
+        between: bool = False,
     ) -> None:
         """Send a worker its whole desired state, with the addresses of its groups as far as they
         are known.
+
+        Args:
+            told: What it is to hold.
+            nodes: For addresses.
+            workers: The same; None: none are known.
+            between: No tick says so, and the next one is to know of it.
 
         Raises:
             NotLeader: the lease has run out.
         """
         self.effects.check()
         self._seq += 1
+        # Of a group a tick knows more addresses.
+        kept = between and not any(one.members for one in told.holds)
+        self._note(self._sent.workers, told.worker_id, told.holds if kept else None)
         with with_parent(_only_trace(told.holds)):
             command = WorkerHold(
                 worker_id=told.worker_id,
@@ -143,14 +168,22 @@ class Teller:
                 worker_hold_subject(told.worker_id), command, sent=moment_of(self.clock)
             )
 
-    async def tell_node(self, told: NodeTold, nodes: Mapping[NodeId, NodeFacts]) -> None:
+    async def tell_node(
+        self, told: NodeTold, nodes: Mapping[NodeId, NodeFacts], *, between: bool = False
+    ) -> None:
         """Send a node its whole desired state, with the addresses of those it asks.
+
+        Args:
+            told: What it is to fetch.
+            nodes: For addresses.
+            between: As for ``tell_worker``.
 
         Raises:
             NotLeader: the lease has run out.
         """
         self.effects.check()
         self._seq += 1
+        self._note(self._sent.nodes, told.node_id, told.fetches if between else None)
         with with_parent(_only_trace(told.fetches)):
             fetches = tuple(_fetch_of(one, nodes) for one in told.fetches)
             command = NodeHold(
@@ -159,6 +192,15 @@ class Teller:
             await self.bus.publish(
                 node_hold_subject(told.node_id), command, sent=moment_of(self.clock)
             )
+
+    def _note(
+        self, sent: dict[Key, Told], key: Key, orders: Sequence[StageHold | PartFetch] | None
+    ) -> None:
+        """What a receiver was sent last counts: between two turns, or by a turn (None)."""
+        sent.pop(key, None)
+        if orders is not None:
+            essence = tuple(tuple(one.essence) for one in orders)
+            sent[key] = Told(essence=essence, at_s=self.clock.monotonic_s())
 
     async def tell_never_fits(self, model: Model, message: str) -> None:
         """Tell gateways that no worker there is can hold a model. A leader that has just begun may

@@ -97,6 +97,14 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The last hold that a receiver was sent."""
+
+    essence: tuple[object, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlFacts:
     """Everything that a tick looks at, at one moment. Mappings are not written to while it is
     kept.
@@ -139,6 +147,10 @@ class ControlFacts:
     """Starts that this tick decides at most, by what ticks take here (``pace``); None: as many as
     the rules say."""
 
+    told_nodes: Mapping[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+    """What was sent since the last tick, of starts that were written: it is not told again."""
+    told_workers: Mapping[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
+
     def most_starts(self, rules: ControlRules) -> int:
         """Starts that the tick decides at most."""
         return rules.starts_at_once if self.starts_at_once is None else self.starts_at_once
@@ -159,14 +171,6 @@ class Backing:
     second."""
     recorded_s: float = 0.0
     """When the last of them was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The last hold that a receiver was sent."""
-
-    essence: tuple[object, ...]
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,14 +77,16 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         }
         return NodeTold(node_id=node_id, fetches=fetches_of(node_id, books, upstreams))
 
-    to_nodes = _Receivers[NodeId, NodeTold](memory.told_nodes, index.nodes_due, facts.now_s)
+    to_nodes = _Receivers[NodeId, NodeTold](
+        memory.told_nodes, index.nodes_due, facts.now_s, facts.told_nodes
+    )
     for node_id in sorted(nodes | rechained):
         if node_id in facts.nodes or node_id in books.by_node:
             to_nodes.look(node_id, fetches, _said(fetches(node_id).fetches), disputed=False)
         else:
             to_nodes.forget(node_id)
     to_workers = _Receivers[WorkerId, WorkerTold](
-        memory.told_workers, index.workers_due, facts.now_s
+        memory.told_workers, index.workers_due, facts.now_s, facts.told_workers
     )
     # Each stage of a group connects to the one behind it: what one reports concerns the others.
     workers |= {
@@ -143,14 +145,21 @@ def _reached(wanted: Iterable[tuple[Essence, Instance]], facts: ControlFacts) ->
 class _Receivers(Generic[Key, Message]):
     """Those of one kind, workers or nodes."""
 
-    def __init__(self, told: Table[Key, Told], dues: Dues[Key], now_s: float) -> None:
+    def __init__(
+        self,
+        told: Table[Key, Told],
+        dues: Dues[Key],
+        now_s: float,
+        since: Mapping[Key, Told],
+    ) -> None:
+        """``since``: what was sent after the last tick."""
         self.tell: list[Message] = []
         self.repeat: list[Message] = []
         self.visited = 0
         self._told = told
         self._dues = dues
         self._now_s = now_s
-        self._news: dict[Key, Told] = {}
+        self._news = dict(since)
         self._gone: set[Key] = set()
 
     def look(
@@ -166,7 +175,7 @@ class _Receivers(Generic[Key, Message]):
             disputed: Its report contradicts it.
         """
         self.visited += 1
-        before = self._told.find(key)
+        before = self._news.get(key) or self._told.find(key)
         if before is None or before.essence != said:
             self.tell.append(message(key))
         elif disputed:
@@ -198,15 +207,15 @@ class _Receivers(Generic[Key, Message]):
     @property
     def dues(self) -> Dues[Key]:
         """When each was told."""
-        return self._dues.put(
-            dict.fromkeys(self._news, self._now_s) | dict.fromkeys(self._gone, math.inf)
-        )
+        told = {key: one.at_s for key, one in self._news.items()}
+        return self._dues.put(told | dict.fromkeys(self._gone, math.inf))
 
 
 def _is_disputed(
     worker_id: WorkerId, holds: Sequence[Essence], draft: Draft, memory: Memory
 ) -> bool:
-    told, view = memory.told_workers.find(worker_id), draft.facts.workers.get(worker_id)
+    told = draft.facts.told_workers.get(worker_id) or memory.told_workers.find(worker_id)
+    view = draft.facts.workers.get(worker_id)
     if told is None or view is None or view.heard_s - told.at_s <= draft.rules.disagrees_again_s:
         return False
     return disagreement(holds, view) is not None
