@@ -118,18 +118,23 @@ class Teller:
         nodes: Mapping[NodeId, NodeFacts],
         workers: Mapping[WorkerId, WorkerView],
     ) -> None:
-        """Send many holds, those first that say to do something. A term's first turn tells
+        """Send what a turn says, those first that are to do something. A term's first turn tells
         everybody, which must not keep the lease from being renewed.
+
+        Who was told of a start since the turn began is left out: the turn does not know of it, and
+        would have it undone. The next one compares with what was sent.
 
         Raises:
             NotLeader: the lease has run out.
         """
         for part in pressing_first(holds):
             for number, node_told in enumerate(part.nodes):
-                await self.tell_node(node_told, nodes)
+                if node_told.node_id not in self._sent.nodes:
+                    await self.tell_node(node_told, nodes)
                 await _others_too(number)
             for number, worker_told in enumerate(part.workers):
-                await self.tell_worker(worker_told, nodes, workers)
+                if worker_told.worker_id not in self._sent.workers:
+                    await self.tell_worker(worker_told, nodes, workers)
                 await _others_too(number)
 
     async def tell_worker(
