@@ -19,7 +19,7 @@ from pilotlight.policy.control.known_room import KnownRoom, Needs
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
 from pilotlight.policy.control.rooms import Slot, slot_of
-from pilotlight.policy.control.shapes import LinkUse, Shape
+from pilotlight.policy.control.shapes import LinkUse, Shape, is_usable
 from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.estimates import estimates_of
@@ -152,8 +152,19 @@ class Draft:
             holding=self.holding,
         )
 
-    def hear(self, workers: AbstractSet[WorkerId], nodes: AbstractSet[NodeId]) -> None:
-        """Bring the indexes up to what was heard of some workers and nodes."""
+    def hear(
+        self,
+        workers: AbstractSet[WorkerId],
+        nodes: AbstractSet[NodeId],
+        instances: AbstractSet[InstanceId],
+    ) -> None:
+        """Bring the indexes, and the books of fetches, up to what was heard.
+
+        Args:
+            workers: Of which something was, or whose instances changed.
+            nodes: The same.
+            instances: Those that may have changed.
+        """
         facts = self.facts
         told = {node_id: facts.nodes.get(node_id) for node_id in nodes}
         told = {key: one for key, one in told.items() if one is not self.nodes.find(key)}
@@ -173,26 +184,22 @@ class Draft:
             for key, one in views.items()
         }
         self.homes, self.holding = self.homes.put(homes), self.holding.put(held)
-        elsewhere = (
-            worker_id
-            for node_id in nodes
-            for worker_id in self.homes.to(node_id)
-            if worker_id not in workers
-        )
-        self.place({*workers, *(one for one in elsewhere if not self._is_where_it_was(one))})
-
-    def follow_fetches(
-        self, instances: AbstractSet[InstanceId], nodes: AbstractSet[NodeId]
-    ) -> None:
-        """Bring the books of fetches up to what was heard, where a policy asks for them."""
-        if self.rules.scheme.choice is None:
-            return
-        facts = self.facts
         heard = (one for name in sorted(nodes) if (one := facts.nodes.get(name)) is not None)
-        linked = self._book(
-            kept_up(self.fetches, self.books, facts.books.touched, instances, heard, facts.now_s)
-        )
-        self.place((), linked)
+        linked = set[WorkerId]()
+        if self.rules.scheme.choice is not None:
+            before = facts.books.touched
+            linked |= self._book(
+                kept_up(self.fetches, self.books, before, instances, heard, facts.now_s)
+            )
+        elsewhere = {
+            worker_id for node_id in nodes for worker_id in self.homes.to(node_id)
+        }.difference(workers)
+        usable = {
+            one for one in nodes if (node := facts.nodes.get(one)) is not None and is_usable(node)
+        }
+        # Most reports of a node tell of copies alone, and leave its workers where they are.
+        beside = {one for one in elsewhere if self._is_beside(one, usable)}
+        self.place({*workers, *(elsewhere - beside)}, frozenset(linked | beside))
 
     def place(
         self,
@@ -256,15 +263,10 @@ class Draft:
             self._known_rooms.append(known)
         return known
 
-    def _is_where_it_was(self, worker_id: WorkerId) -> bool:
-        """Whether a report of its node leaves a worker in its place: most tell of copies alone."""
-        slot, node = (
-            self.rooms.slots.find(worker_id),
-            self.facts.nodes.get(next(iter(self.homes.of(worker_id)))),
-        )
-        if slot is None or slot.shape is None or node is None:
-            return False
-        return slot.shape.fits(node, self._link(node))
+    def _is_beside(self, worker_id: WorkerId, usable: AbstractSet[NodeId]) -> bool:
+        """Whether a report of a worker's node can change nothing there but its link and pool."""
+        slot = self.rooms.slots.find(worker_id)
+        return slot is not None and slot.shape is not None and self.homes.of(worker_id) <= usable
 
     def _link(self, node: NodeFacts | None) -> LinkUse:
         """What a choice will see of a node's link: with what is booked there and not reported

@@ -1,7 +1,7 @@
 """A sorted sequence that shares what did not change with the one that it was made from."""
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -19,38 +19,35 @@ class Ordered(Generic[Item]):
     def __init__(self, items: Iterable[Item] = ()) -> None:
         """Of items in any order."""
         listed = sorted(items)
-        self._runs = tuple(_cut(listed))
+        self._runs: tuple[tuple[Item, ...], ...] = tuple(_cut(listed))
         self._length = len(listed)
 
     def changed(self, gone: Collection[Item], come: Collection[Item]) -> "Ordered[Item]":
         """Without items that are there, and with others that are not."""
         if len(gone) + len(come) > self._length // 8:
             return Ordered({*self}.difference(gone).union(come))
-        runs: list[tuple[Item, ...] | list[Item]] = list(self._runs)
+        runs = list(self._runs)
         for item in gone:
-            at, run = _own(runs, item)
-            del run[bisect.bisect_left(run, item)]
-            if not run:
+            at = bisect.bisect_left(runs, item, key=_last)
+            run = runs[at]
+            place = bisect.bisect_left(run, item)
+            if len(run) > 1:
+                runs[at] = run[:place] + run[place + 1 :]
+            else:
                 del runs[at]
         for item in come:
-            bisect.insort(_own(runs, item)[1], item)
+            at = min(bisect.bisect_left(runs, item, key=_last), len(runs) - 1)
+            run = runs[at]
+            place = bisect.bisect_left(run, item)
+            runs[at] = (*run[:place], item, *run[place:])
+            if len(run) >= 2 * RUN:
+                runs[at : at + 1] = _cut(runs[at])
         made: Ordered[Item] = Ordered()
         made._length = self._length + len(come) - len(gone)
         if len(runs) > 4 * (made._length // RUN + 1):  # Many have become short.
-            runs = [*_cut(list(chain.from_iterable(runs)))]
-        made._runs = tuple(
-            piece for run in runs for piece in (_cut(run) if isinstance(run, list) else (run,))
-        )
+            runs = [*_cut(tuple(chain.from_iterable(runs)))]
+        made._runs = tuple(runs)
         return made
-
-    def at_least(self, item: Item) -> int:
-        """How many are not less than an item."""
-        count = 0
-        for run in reversed(self._runs):
-            if run[0] < item:
-                return count + len(run) - bisect.bisect_left(run, item)
-            count += len(run)
-        return count
 
     def __iter__(self) -> Iterator[Item]:
         return chain.from_iterable(self._runs)
@@ -72,24 +69,11 @@ class Ordered(Generic[Item]):
         return f"Ordered({list(self)})"
 
 
-def _own(runs: "list[tuple[Item, ...] | list[Item]]", item: Item) -> tuple[int, list[Item]]:
-    """The run in which an item is, or belongs, copied before it is written to; and its place."""
-    if not runs:
-        runs.append([])
-        at = 0
-    else:
-        at = min(bisect.bisect_left(runs, item, key=_last), len(runs) - 1)
-    run = runs[at]
-    if not isinstance(run, list):
-        run = runs[at] = list(run)
-    return at, run
-
-
-def _last(run: "tuple[Item, ...] | list[Item]") -> Any:
+def _last(run: tuple[Item, ...]) -> Item:
     return run[-1]
 
 
-def _cut(items: list[Item]) -> Iterator[tuple[Item, ...]]:
+def _cut(items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
     """Runs of some sorted items."""
     if len(items) <= 2 * RUN:
         yield from (tuple(items),) if items else ()

@@ -253,28 +253,27 @@ class Rooms:
             {key: slot for key, slot in news.items() if slot is not None},
             [key for key, slot in news.items() if slot is None],
         )
-        sizes, shapes = Counter(self.sizes), dict(self.shapes)
-        gone, come = (
-            defaultdict[Shape, list[WorkerId]](list),
-            defaultdict[Shape, list[WorkerId]](list),
-        )
+        sizes, shapes = Counter[tuple[int, int]](), dict(self.shapes)
+        gone: dict[Shape, list[WorkerId]] = {}
+        come: dict[Shape, list[WorkerId]] = {}
         for worker_id, slot in news.items():
             before = self.slots.find(worker_id)
-            if before is not None and before.size is not None:
-                sizes[before.size] -= 1
-            if slot is not None and slot.size is not None:
-                sizes[slot.size] += 1
+            was, now = (one.size if one is not None else None for one in (before, slot))
+            if was != now:
+                sizes.update(
+                    {size: more for size, more in ((was, -1), (now, 1)) if size is not None}
+                )
             if before is not None and slot is not None and before.place == slot.place:
                 continue
             if before is not None and before.shape is not None:
-                gone[before.shape].append(worker_id)
+                gone.setdefault(before.shape, []).append(worker_id)
             if slot is not None and slot.shape is not None:
-                come[slot.shape].append(worker_id)
+                come.setdefault(slot.shape, []).append(worker_id)
         for shape in {*gone, *come}:
             known = shapes.get(shape, Shelves())
             left, joined = (
-                [(self.slots[one], one) for one in gone[shape]],
-                [(slots[one], one) for one in come[shape]],
+                [(self.slots[one], one) for one in gone.get(shape, ())],
+                [(slots[one], one) for one in come.get(shape, ())],
             )
             shelves = Shelves(
                 free=known.free.moved(
@@ -301,7 +300,7 @@ class Rooms:
         return Rooms(
             slots=slots,
             shapes=shapes,
-            sizes={size: count for size, count in sizes.items() if count},
+            sizes=_counted(self.sizes, sizes) if sizes else self.sizes,
             busy=_flagged(self.busy, news, lambda slot: bool(slot.victims)),
             leaving=_flagged(self.leaving, news, lambda slot: slot.leaving),
         )
@@ -375,6 +374,14 @@ class Rooms:
             else:
                 heapq.heappushpop(best, (size_bytes, worker_id))
         return tuple(worker_id for _, worker_id in best)
+
+
+def _counted(
+    before: Mapping[tuple[int, int], int], more: Counter[tuple[int, int]]
+) -> Mapping[tuple[int, int], int]:
+    counts = Counter(before)
+    counts.update(more)
+    return {size: count for size, count in counts.items() if count}
 
 
 def _flagged(

@@ -77,8 +77,7 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
     if deaf or not has_learned(facts, draft.books, rules):  # 2
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
-        draft.hear(look.workers, look.nodes)
-        draft.follow_fetches(look.instances, look.nodes)
+        draft.hear(look.workers, look.nodes, look.instances)
         plan = replace(_decided(look, draft, memory, asked), books=used.settled(), changes=changes)
     return replace(plan, visited=replace(plan.visited, instances=len(records)))
 
