@@ -166,7 +166,7 @@ class SchedulerRepository:
             table.c.name == any_(cast(list(models), ARRAY(Text))),
             table.c.body["pinned"].as_boolean(),
         )
-        async with self._database.reading() as connection:
+        async with self._database.asking() as connection:
             return frozenset((await connection.execute(found)).scalars().all())
 
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:

@@ -6,16 +6,24 @@ is under way are committed together, by the one of them whose turn it is.
 """
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
+from pilotlight.common.waiting import pause
 from pilotlight.policy.ids import InstanceId
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.rows import Rows, together, write
 
 MOST_TOGETHER = 256
 """Writes of one transaction, which holds the lease's row: its renewal must not wait for long."""
+
+
+LINGER_S = 0.002
+"""So long a transaction waits for more rows, ..."""
+BUSY_S = 0.1
+"""... where the one before it ended so lately."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +49,8 @@ class Writer:
     fence: Fence
     _line: deque[_Waiting] = field(default_factory=deque["_Waiting"])
     _is_writing: bool = False
+    _written_s: float = -math.inf
+    """When the last transaction ended, on the loop's clock."""
 
     async def write(self, rows: Rows) -> None:
         """Return when the rows are there.
@@ -50,13 +60,16 @@ class Writer:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        ours = _Waiting(rows, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        ours = _Waiting(rows, loop.create_future())
         self._line.append(ours)
         try:
             if self._is_writing:
                 await ours.woken
             else:
                 self._is_writing = ours.has_turn = True
+            if not ours.is_over and loop.time() - self._written_s < BUSY_S:
+                await pause(LINGER_S)
             while not ours.is_over:
                 await self._commit(self._next())
         finally:
@@ -104,6 +117,7 @@ class Writer:
                     await self._commit([one])
                 return
         finally:
+            self._written_s = asyncio.get_running_loop().time()
             for one in batch:
                 if not one.is_over:
                     one.is_over, one.error = True, error
