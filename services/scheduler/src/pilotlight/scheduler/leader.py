@@ -268,7 +268,8 @@ class Term:
     def _gather(self) -> ControlFacts:
         """What is known now, and what changed since the last tick."""
         world, now_s = self._world, self._clock.monotonic_s()
-        demand = self._requests.demand(world.demand(now_s), now_s)
+        held, aged_s = world.demand(now_s)
+        demand = self._requests.demand(held, now_s - aged_s)
         waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
@@ -302,7 +303,7 @@ class Term:
             told_nodes=sent.nodes,
             told_workers=sent.workers,
         )
-        return shortened(facts, self._memory, self._rules)
+        return shortened(facts, self._memory, self._rules, aged_s)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
