@@ -24,6 +24,14 @@ def test_it_has_what_a_sorted_list_has(size: int, steps: list[tuple[set[str], se
     assert list(first) == before, "what was made from it is another one"
 
 
+def test_a_run_that_loses_all_that_it_has_is_gone() -> None:
+    ordered = Ordered(f"w{one:05}" for one in range(30 * RUN))
+    whole = [f"w{one:05}" for one in range(RUN, 2 * RUN)]
+    ordered = ordered.changed([*whole, "w00000", f"w{2 * RUN:05}"], ["w99999"])
+    assert len(list(ordered)) == len(ordered) == 29 * RUN - 1
+    assert ordered.changed([], whole) == Ordered({*ordered, *whole})
+
+
 def test_what_changes_again_and_again_does_not_fall_to_pieces() -> None:
     ordered = Ordered((float(one), "x") for one in range(40 * RUN))
     for one in range(40 * RUN - 40):

@@ -27,21 +27,14 @@ class Ordered(Generic[Item]):
         if len(gone) + len(come) > self._length // 8:
             return Ordered({*self}.difference(gone).union(come))
         runs = list(self._runs)
-        for item in gone:
-            at = bisect.bisect_left(runs, item, key=_last)
-            run = runs[at]
-            place = bisect.bisect_left(run, item)
-            if len(run) > 1:
-                runs[at] = run[:place] + run[place + 1 :]
-            else:
-                del runs[at]
-        for item in come:
-            at = min(bisect.bisect_left(runs, item, key=_last), len(runs) - 1)
-            run = runs[at]
-            place = bisect.bisect_left(run, item)
-            runs[at] = (*run[:place], item, *run[place:])
-            if len(run) >= 2 * RUN:
-                runs[at : at + 1] = _cut(runs[at])
+        for at, items in [*_by_run(runs, gone)]:
+            left = frozenset(items)
+            runs[at] = tuple(item for item in runs[at] if item not in left)
+        runs = [run for run in runs if run]
+        for at, items in [*_by_run(runs, come)]:
+            runs[at] = tuple(sorted((*runs[at], *items)))
+        if any(len(run) > 2 * RUN for run in runs):
+            runs = [piece for run in runs for piece in _cut(run)]
         made: Ordered[Item] = Ordered()
         made._length = self._length + len(come) - len(gone)
         if len(runs) > 4 * (made._length // RUN + 1):  # Many have become short.
@@ -67,6 +60,22 @@ class Ordered(Generic[Item]):
 
     def __repr__(self) -> str:
         return f"Ordered({list(self)})"
+
+
+def _by_run(
+    runs: Sequence[tuple[Item, ...]], items: Iterable[Item]
+) -> Iterator[tuple[int, list[Item]]]:
+    """The place of each run to which some items belong, and these."""
+    at, found = -1, list[Item]()
+    for item in sorted(items):
+        if at < 0 or (at < len(runs) - 1 and runs[at][-1] < item):
+            if found:
+                yield at, found
+            at = min(bisect.bisect_left(runs, item, key=_last), len(runs) - 1)
+            found = []
+        found.append(item)
+    if found:
+        yield at, found
 
 
 def _last(run: tuple[Item, ...]) -> Item:
