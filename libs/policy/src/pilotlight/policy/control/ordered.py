@@ -26,14 +26,17 @@ class Ordered(Generic[Item]):
         """Without items that are there, and with others that are not."""
         if len(gone) + len(come) > self._length // 8:
             return Ordered({*self}.difference(gone).union(come))
-        runs = list(self._runs)
-        for at, items in [*_by_run(runs, gone)]:
-            left = frozenset(items)
-            runs[at] = tuple(item for item in runs[at] if item not in left)
-        runs = [run for run in runs if run]
-        for at, items in [*_by_run(runs, come)]:
-            runs[at] = tuple(sorted((*runs[at], *items)))
-        if any(len(run) > 2 * RUN for run in runs):
+        runs, short = list(self._runs), False
+        for at, items in _by_run(runs, gone):
+            runs[at] = _without(runs[at], items)
+            short |= not runs[at]
+        if short:
+            runs = [run for run in runs if run]
+        long = False
+        for at, items in _by_run(runs, come):
+            runs[at] = _with(runs[at], items)
+            long |= len(runs[at]) > 2 * RUN
+        if long:
             runs = [piece for run in runs for piece in _cut(run)]
         made: Ordered[Item] = Ordered()
         made._length = self._length + len(come) - len(gone)
@@ -63,19 +66,32 @@ class Ordered(Generic[Item]):
 
 
 def _by_run(
-    runs: Sequence[tuple[Item, ...]], items: Iterable[Item]
-) -> Iterator[tuple[int, list[Item]]]:
+    runs: Sequence[tuple[Item, ...]], items: Collection[Item]
+) -> list[tuple[int, list[Item]]]:
     """The place of each run to which some items belong, and these."""
-    at, found = -1, list[Item]()
+    found: list[tuple[int, list[Item]]] = []
+    at = -1
     for item in sorted(items):
         if at < 0 or (at < len(runs) - 1 and runs[at][-1] < item):
-            if found:
-                yield at, found
             at = min(bisect.bisect_left(runs, item, key=_last), len(runs) - 1)
-            found = []
-        found.append(item)
-    if found:
-        yield at, found
+            found.append((at, []))
+        found[-1][1].append(item)
+    return found
+
+
+def _without(run: tuple[Item, ...], items: list[Item]) -> tuple[Item, ...]:
+    if len(items) > 1:
+        left = frozenset(items)
+        return tuple(item for item in run if item not in left)
+    place = bisect.bisect_left(run, items[0])
+    return run[:place] + run[place + 1 :]
+
+
+def _with(run: tuple[Item, ...], items: list[Item]) -> tuple[Item, ...]:
+    if len(items) > 1:
+        return tuple(sorted((*run, *items)))
+    place = bisect.bisect_left(run, items[0])
+    return (*run[:place], *items, *run[place:])
 
 
 def _last(run: tuple[Item, ...]) -> Item:
