@@ -123,7 +123,7 @@ def _is_alive(view: WorkerView) -> bool:
 
 
 def _is_another(before: HeldStage | None, now: HeldStage) -> bool:
-    """Whether a stage is told otherwise, as far as its instance is judged by that (``reconcile``)."""
+    """Whether a stage is told otherwise, as far as its instance is judged by that."""
     if before is None:
         return True
     return before is not now and (

@@ -3,9 +3,18 @@
 import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-Item = TypeVar("Item", bound=str | tuple[Any, ...])
+
+class Comparable(Protocol):
+    """What has an order: a name, or a tuple that begins with a number."""
+
+    def __lt__(self, other: Any, /) -> bool:
+        """Whether it comes first."""
+        ...
+
+
+Item = TypeVar("Item", bound=Comparable)
 
 RUN = 128
 """Items that are copied together, about: a square root of some ten thousand."""
@@ -57,9 +66,7 @@ class Ordered(Generic[Item]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ordered):
             return NotImplemented
-        return list[Any](self) == list[Any](other)
-
-    __hash__ = None
+        return list(self) == list(cast("Ordered[Item]", other))
 
     def __repr__(self) -> str:
         return f"Ordered({list(self)})"

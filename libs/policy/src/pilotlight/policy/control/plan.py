@@ -39,8 +39,9 @@ class ControlRules:
     consolidate: bool = True
     """Groups become whole instances; else each stays as its start made it."""
     starts_at_once: int = 8
-    """Starts that one tick decides at most, unless its facts say otherwise. Each takes milliseconds: hundreds in one tick would
-    outlast the lease, and the next leader would fare no better."""
+    """Starts that one tick decides at most, unless its facts say otherwise. Each takes
+    milliseconds: hundreds in one tick would outlast the lease, and the next leader would fare no
+    better."""
     max_tries: int = 3
     """Workers that are asked for room in one attempt; the next attempt sees newer reports."""
     retry_first_s: float = 0.1

@@ -24,6 +24,12 @@ def turns_of(
 ) -> tuple[TurnPlan, int]:
     """The models that may start, and the instances that make room; how many workers were compared
     for that.
+
+    Args:
+        starts: What is to start, by model.
+        draft: The world.
+        demand: What waits.
+        memory: Which models were refused, and why.
     """
     if not starts and not demand:
         return TurnPlan(), 0
