@@ -64,7 +64,7 @@ class Dues(Generic[Key]):
     """
 
     at_s: Table[Key, float] = field(default_factory=Table["Key", float])
-    queue: Ordered[tuple[float, Key]] = field(default_factory=Ordered["tuple[float, Key]"])
+    queue: Ordered[tuple[float, Key]] = field(default_factory=lambda: Ordered[tuple[float, Key]]())
 
     def until(self, now_s: float, limit: int | None = None) -> list[Key]:
         """What is due at ``now_s``, the longest due first; no more than ``limit``."""
