@@ -220,6 +220,15 @@ def test_other_single_changes_look_at_what_they_touch(size: Size) -> None:
     assert visited.candidates <= there * (COPIES * size.workers_per_node + 2 * CONSIDERED)
 
 
+def test_a_report_of_many_stages_looks_at_those_that_are_told_otherwise() -> None:
+    cluster = quiet(Size(nodes=1, workers_per_node=1, models=40, instances=20))
+    reported = cluster.tick(cluster.report(7))
+    assert reported.visited.instances == 10, "it, and those whose requests go on"
+    cluster.carry_out(reported)
+    cluster.carry_out(cluster.tick())
+    assert cluster.tick(cluster.die(7)).visited.instances == 20
+
+
 def crowded(size: Size, waiting: int, load_s: float) -> LargeCluster:
     """For some models requests have waited for long, and in vain. ``load_s``: as for ``crowd``."""
     cluster = quiet(size)

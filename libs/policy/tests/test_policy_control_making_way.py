@@ -122,7 +122,7 @@ def planned(seed: int, asking: int, rules: TurnRules) -> tuple[TurnPlan, TurnPla
     drains = tuple(NodeDrain(node_id=node_id, age_s=0.0) for node_id in cluster.drained_s)
     facts = replace(cluster.facts(), drains=drains)
     draft = Draft(cluster.books, facts, Index(), RULES)
-    draft.hear(set(cluster.workers), set(cluster.nodes))
+    draft.hear(set(cluster.workers), set(cluster.nodes), set())
     workers = for_turns(names, demand, draft, rules)
     part = plan_turns(staying(draft.slice(cluster.models, workers, demand=demand)), names, rules)
     whole = plan_turns(
@@ -190,7 +190,7 @@ def drained(cluster: Cluster, *asking: ModelName) -> list[str]:
         Demand(model=name, waiting=1, oldest_age_s=9.0, deadline_in_s=9.0) for name in asking
     )
     draft = Draft(cluster.books, cluster.facts(), Index(), RULES)
-    draft.hear(set(cluster.workers), set(cluster.nodes))
+    draft.hear(set(cluster.workers), set(cluster.nodes), set())
     workers = for_turns(asking, demand, draft, TurnRules())
     part, whole = (
         plan_turns(draft.slice(cluster.models, each, demand=demand), asking, TurnRules())
@@ -255,7 +255,7 @@ def test_of_many_busy_workers_few_are_compared() -> None:
     cluster.models[COLD[0]] = model(COLD[0], part_bytes=15)
     demand = (Demand(model=COLD[0], waiting=1, oldest_age_s=9.0, deadline_in_s=9.0),)
     draft = Draft(cluster.books, cluster.facts(), Index(), RULES)
-    draft.hear(set(cluster.workers), set(cluster.nodes))
+    draft.hear(set(cluster.workers), set(cluster.nodes), set())
     assert for_turns(COLD[:1], demand, draft, TurnRules()) == {"w089", "w088"}, (
         "the one that has served for the longest, and a next"
     )

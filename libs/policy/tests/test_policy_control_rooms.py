@@ -100,7 +100,7 @@ def crowded(seed: int) -> Cluster:
 
 def heard(cluster: Cluster) -> Draft:
     draft = Draft(cluster.books, cluster.facts(), Index(), RULES)
-    draft.hear(set(cluster.workers), set(cluster.nodes))
+    draft.hear(set(cluster.workers), set(cluster.nodes), set())
     return draft
 
 
@@ -163,7 +163,7 @@ def test_an_index_that_was_mended_is_one_made_anew(seed: int) -> None:
         facts = cluster.facts()
         draft.facts = facts
         assert facts.changed is not None
-        draft.hear(facts.changed.workers | {gone}, facts.changed.nodes)
+        draft.hear(facts.changed.workers | {gone}, facts.changed.nodes, set())
         anew = heard(cluster)
         assert (draft.rooms.shapes, draft.rooms.sizes) == (anew.rooms.shapes, anew.rooms.sizes)
         assert dict(draft.rooms.slots) == dict(anew.rooms.slots)

@@ -11,9 +11,10 @@ from plain_control import plain_tick, said
 from pilotlight.policy.cluster import Liveness, NodeFacts
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.focus import Focus
-from pilotlight.policy.control.holds import fetches_of
-from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
+from pilotlight.policy.control.holds import Essence, essences_of, fetches_of
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term, Told
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved
+from pilotlight.policy.control.testing import LargeCluster, Size
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, NodeId, WorkerId
 from pilotlight.policy.instance import InstanceEvent
@@ -193,3 +194,26 @@ def test_a_tick_has_the_added_layers_fetched_from_a_member_that_has_them() -> No
         facts_of(nodes, told.books.put(Record(instance=done, model=MODEL))), told.memory, RULES
     )
     assert [(one.node_id, one.fetches) for one in over.tell.nodes] == [("n0", ())]
+
+
+def test_what_was_sent_between_two_ticks_is_not_told_again() -> None:
+    cluster = LargeCluster(Size(nodes=2, workers_per_node=1, models=4, instances=2))
+    worker_id = cluster.load(0)
+    cluster.ask(0)  # It is waited for.
+    told = Told(essence=tuple(tuple(one) for one in _essences(cluster)), at_s=cluster.now_s)
+    changed = Focus(workers=frozenset({worker_id}))
+
+    def tells(between: dict[WorkerId, Told]) -> tuple[WorkerId, ...]:
+        facts = replace(cluster.facts(changed), told_workers=between)
+        plan = tick(facts, cluster.memory, cluster.rules)
+        return tuple(one.worker_id for one in plan.tell.workers)
+
+    assert tells({}) == (worker_id,)
+    assert tells({worker_id: told}) == ()
+    assert tells({worker_id: replace(told, essence=())}) == (worker_id,), "it was told otherwise"
+
+
+def _essences(cluster: LargeCluster) -> list[Essence]:
+    """Of what the worker holds on which something loads."""
+    (record,) = (one for one in cluster.books.rows() if one.instance.instance_id == "loads")
+    return [one for one, _ in essences_of(record.instance.lead, cluster.books)]

@@ -2,7 +2,9 @@
 cache.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import NotLeader
 from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT
 from pilotlight.policy.control.books import Record
-from pilotlight.policy.control.plan import NodeTold, WorkerTold
+from pilotlight.policy.control.plan import Holds, NodeTold, WorkerTold
 from pilotlight.policy.ids import Epoch, InstanceId
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.phase import Moment
@@ -86,6 +88,26 @@ async def test_commands_end_with_the_lease() -> None:
     with pytest.raises(NotLeader):
         await teller.tell_node(NodeTold(node_id=placement.node_id, fetches=()), {})
     assert len(said.words) == 2
+
+
+async def test_of_starts_of_one_moment_each_worker_is_told_once() -> None:
+    said, term, book = Said(), Term(), Book()
+    teller = Teller(said, Epoch(1), term, ManualClock())  # type: ignore[arg-type]
+    ones = [replace(an_instance(), instance_id=InstanceId(f"i{at}")) for at in range(3)]
+    book.put(*(Record(instance=one, model=model(one.model)) for one in ones))
+    await asyncio.gather(*(teller.dispatch(one, book, {}) for one in ones))
+    assert len(said.words) == 2, "its node, and it"
+    placement = ones[0].placements[0]
+    told = WorkerTold(worker_id=placement.worker_id, holds=())
+    await teller.tell_all(Holds(workers=(told,)), {}, {})
+    assert len(said.words) == 2, "a turn that began before them would have them undone"
+    sent = teller.take_sent()
+    assert list(sent.nodes) == [placement.node_id]
+    (known,) = sent.workers.values()
+    assert [one[0] for one in known.essence] == ["i0", "i1", "i2"]  # type: ignore[index]
+    await teller.tell_all(Holds(workers=(told,)), {}, {})
+    assert len(said.words) == 3
+    assert teller.take_sent().workers == {}
 
 
 async def test_gateways_are_told_of_what_never_fits_once_every_worker_was_heard() -> None:

@@ -20,6 +20,7 @@ from pilotlight.policy.ids import (
 from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState, NodeDrain
+from pilotlight.policy.request import Demand
 from pilotlight.policy.testing import demand, held, model, node, worker
 from pilotlight.scheduler.records import (
     ColdStart,
@@ -57,6 +58,12 @@ def loader(*dead: str) -> LoaderReport:
         epoch_seen=Epoch(0),
         dead_workers=tuple(WorkerId(worker_id) for worker_id in dead),
     )
+
+
+def waiting(world: World, now_s: float) -> tuple[Demand, ...]:
+    """As of now."""
+    demands, aged_s = world.demand(now_s)
+    return tuple(one.aged(aged_s) for one in demands)
 
 
 def vector(gateway: str, *demands: tuple[str, int]) -> DemandVector:
@@ -97,12 +104,12 @@ def test_demand_is_summed_over_gateways_and_dropped_with_a_silent_one() -> None:
     world = World(listening_since_s=0.0)
     assert world.hear_demand(vector("g1", ("m", 2)), NOW_S)
     assert world.hear_demand(vector("g2", ("m", 3), ("n", 1)), NOW_S + 0.5)
-    assert {one.model: one.waiting for one in world.demand(NOW_S + 0.6)} == {"m": 5, "n": 1}
-    assert world.demand(NOW_S + 0.6)[0].oldest_age_s == pytest.approx(0.7)
+    assert {one.model: one.waiting for one in waiting(world, NOW_S + 0.6)} == {"m": 5, "n": 1}
+    assert waiting(world, NOW_S + 0.6)[0].oldest_age_s == pytest.approx(0.7)
     assert world.waiting_since_s()[ModelName("m")] == NOW_S
-    assert {one.model: one.waiting for one in world.demand(NOW_S + 1.2)} == {"m": 3, "n": 1}
+    assert {one.model: one.waiting for one in waiting(world, NOW_S + 1.2)} == {"m": 3, "n": 1}
     assert world.hear_demand(vector("g2"), NOW_S + 1.3)
-    assert world.demand(NOW_S + 1.3) == ()
+    assert waiting(world, NOW_S + 1.3) == ()
     assert ModelName("m") not in world.waiting_since_s()
 
 
@@ -110,10 +117,10 @@ def test_demand_is_kept_while_nothing_can_be_heard() -> None:
     world = World(listening_since_s=0.0)
     world.hear_demand(vector("g", ("m", 1)), NOW_S)
     world.roster.hear_connection(False, NOW_S + 0.2)
-    assert world.demand(NOW_S + 30)
+    assert waiting(world, NOW_S + 30)
     world.roster.hear_connection(True, NOW_S + 30)
-    assert world.demand(NOW_S + 30.5)
-    assert world.demand(NOW_S + 33) == ()
+    assert waiting(world, NOW_S + 30.5)
+    assert waiting(world, NOW_S + 33) == ()
 
 
 def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gateway_all_the_same() -> (
@@ -122,8 +129,8 @@ def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gatew
     world = World(listening_since_s=0.0)
     world.hear_demand(vector("a", ("llama", 2)), NOW_S)
     world.roster.was_away(60.0, NOW_S)
-    assert [one.waiting for one in world.demand(NOW_S + 0.9)] == [2]
-    assert world.demand(NOW_S + 2.5) == ()
+    assert [one.waiting for one in waiting(world, NOW_S + 0.9)] == [2]
+    assert waiting(world, NOW_S + 2.5) == ()
 
 
 def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> None:

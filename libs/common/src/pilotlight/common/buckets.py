@@ -28,6 +28,7 @@ from pilotlight.common.errors import (
     MessageUndecodable,
 )
 from pilotlight.common.messages.codec import decode_json, encode_json
+from pilotlight.common.nats_client import KeptClient
 from pilotlight.common.waiting import Backoff, pause
 from pilotlight.policy.phase import Moment
 
@@ -133,7 +134,7 @@ class NatsBucket:
 
     def __init__(
         self,
-        client: Client,
+        client: KeptClient,
         name: str,
         on_reconnect: Callable[[Callable[[], Awaitable[None]]], None],
     ) -> None:
@@ -254,8 +255,13 @@ class NatsBucket:
         async def on_message(msg: Msg) -> None:
             _offer(queue, msg)
 
+        def take(msg: Msg) -> bool:
+            _offer(queue, msg)
+            return True
+
         client: Any = self._client
         subscription = await client.subscribe(inbox, cb=on_message)
+        self._client.at_once(subscription, take)
         self._queues.add(queue)
         try:
             # Not nats-py's own watcher: it takes more than ten seconds to see that a restarted
@@ -289,8 +295,12 @@ class NatsBucket:
         expected = 1
         while True:
             try:
-                async with asyncio.timeout(SILENCE_S):
-                    msg = await queue.get()
+                # A timer for each of hundreds of changes a second costs more than most of them.
+                if queue.empty():
+                    async with asyncio.timeout(SILENCE_S):
+                        msg = await queue.get()
+                else:
+                    msg = queue.get_nowait()
             except TimeoutError:
                 log.warning(
                     "watch is silent; starting anew",

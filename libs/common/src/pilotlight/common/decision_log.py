@@ -287,7 +287,12 @@ class LoggedTick:
                 seen_on=entry.seen_on,
             )
             books = books.put(record)
-        return replace(self.facts, books=books)
+        return replace(
+            self.facts,
+            books=books,
+            told_nodes={key: _told(one) for key, one in self.facts.told_nodes.items()},
+            told_workers={key: _told(one) for key, one in self.facts.told_workers.items()},
+        )
 
 
 @dataclass(slots=True)

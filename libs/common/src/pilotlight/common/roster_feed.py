@@ -56,7 +56,8 @@ class RosterFeed:
         self._subscriptions = [
             await self._bus.subscribe(WORKER_REPORTS, WorkerReport, self.hear_worker),
             await self._bus.subscribe(LOADER_REPORTS, LoaderReport, self.hear_loader),
-            await self._bus.subscribe(NODE_REPORTS, NodeReport, self.hear_node),
+            # Thousands a second, also at rest: each is taken as it is read.
+            await self._bus.hear(NODE_REPORTS, NodeReport, self.hear_node),
         ]
         self._background.spawn("check the roster", self._check_for_ever())
 
@@ -73,18 +74,19 @@ class RosterFeed:
         """Take a loader's report."""
         self._tell(self.roster.hear_loader(report, self._clock.monotonic_s()))
 
-    async def hear_node(self, report: NodeReport) -> None:
+    def hear_node(self, report: NodeReport) -> None:
         """Take a node's report; ask for all that it has where something is missing here."""
         now_s = self._clock.monotonic_s()
         news = self.roster.hear_node(report, now_s)
         self._tell(news)
+        node_id = report.node_id
         if news.unknown is None:
-            self._asked_s.pop(report.node_id, None)
-        elif now_s - self._asked_s.get(report.node_id, float("-inf")) >= ASK_AGAIN_S:
-            self._asked_s[report.node_id] = now_s
-            await self._bus.publish(
-                whole_subject(report.node_id), TellWhole(node_id=report.node_id)
-            )
+            self._asked_s.pop(node_id, None)
+            return
+        due = now_s - self._asked_s.get(node_id, float("-inf")) >= ASK_AGAIN_S
+        # What cannot be sent now is asked with one of the next reports.
+        if due and self._bus.publish_soon(whole_subject(node_id), TellWhole(node_id=node_id)):
+            self._asked_s[node_id] = now_s
 
     def check(self) -> None:
         """Bring liveness up to now."""

@@ -13,6 +13,7 @@ The only cost model: policies and the simulator both ask here.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pilotlight.policy.cluster import DeviceKind, NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.ids import ModelName
@@ -226,7 +227,8 @@ class StageRoom:
 
 
 def stage_room(model: Model, stage: Stage, granule_bytes: int = 1, kv_tokens: int = 0) -> StageRoom:
-    """Room that a stage needs at least, and takes where it can.
+    """Room that a stage needs at least, and takes where it can. One choice asks some thirty times
+    for the same.
 
     Args:
         model: Of the stage.
@@ -234,6 +236,27 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1, kv_tokens: in
         granule_bytes: In which the device's memory comes.
         kv_tokens: For which KV there has to be room, where that is more than usual.
     """
+    return _stage_room(_Same(model), stage, granule_bytes, kv_tokens)
+
+
+class _Same:
+    """A model as a key: it is equal to itself alone, and its dozens of fields are not hashed."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.model is self.model
+
+
+@lru_cache(maxsize=1024)
+def _stage_room(of: _Same, stage: Stage, granule_bytes: int, kv_tokens: int) -> StageRoom:
+    model = of.model
     per_token = model.spec.kv_bytes_per_token(stage, model.dtype)
     context = model.spec.max_context_tokens
     # What whole granules waste at most: less than one for each part, and for each layer's keys and

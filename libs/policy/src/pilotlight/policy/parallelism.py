@@ -189,11 +189,8 @@ def _candidates(
         rules: Whether room may be made.
         excluding: Workers that may not be chosen.
     """
-    found = candidates(model, stage, snapshot, rules.placement, excluding)
-    if rules.evicts:
-        return found
-    free = tuple(replace(one, evictable_bytes=0) for one in found.fitting)
-    return replace(found, fitting=free, makeable=())
+    found = candidates(model, stage, snapshot, rules.placement, excluding, evicts=rules.evicts)
+    return found if rules.evicts else replace(found, makeable=())
 
 
 def _by_policy(

@@ -120,11 +120,10 @@ def candidates(
     snapshot: Snapshot,
     rules: PlacementRules,
     excluding: frozenset[WorkerId] = frozenset(),
+    *,
+    evicts: bool = True,
 ) -> Candidates:
-    """Sort every worker into fitting, makeable or rejected.
-
-    The servers that fit, of ParaServe's algorithm 1. The check of fetch deadlines (algorithm 2,
-    section 4.2) is not there yet.
+    """Sort every worker into fitting (ParaServe's algorithm 1), makeable or rejected.
 
     1. the caller excludes it: it has just refused, or is left to models that have waited longer
     2. it is not alive, its device has failed, or its engine is down
@@ -141,6 +140,7 @@ def candidates(
         snapshot: workers, nodes and instances, as of its ``now_s``.
         rules: limits of eviction, and how long a failure counts.
         excluding: workers that rule 1 rejects.
+        evicts: also say what eviction could free where enough is free.
     """
     nodes = {node.node_id: node for node in snapshot.nodes}
     on, models = by_worker(snapshot), {model.name: model for model in snapshot.models}
@@ -161,11 +161,13 @@ def candidates(
                 Rejection(worker_id=worker.worker_id, reason=refusal or "its node is not known")
             )
             continue
+        free_bytes = worker.device.memory_bytes - committed_bytes(worker, here)
+        looks = evicts or free_bytes < least_bytes
         candidate = Candidate(
             worker=worker,
             node=node,
-            free_bytes=worker.device.memory_bytes - committed_bytes(worker, here),
-            evictable_bytes=evictable_bytes(worker, here, rules),
+            free_bytes=free_bytes,
+            evictable_bytes=evictable_bytes(worker, here, rules) if looks else 0,
             failed_here=_failed_here(model, worker, here, rules),
         )
         if candidate.free_bytes >= least_bytes:  # 5
@@ -174,8 +176,8 @@ def candidates(
             makeable.append(candidate)
         else:  # 7
             reason = f"{least_bytes} bytes are needed, {candidate.free_bytes} are free, {candidate.evictable_bytes} could be freed"
-            advice = _pins_in_the_way(candidate, least_bytes, here, rules)
-            rejected.append(Rejection(worker_id=worker.worker_id, reason=reason + advice))
+            reason += _pins_in_the_way(candidate, least_bytes, here, rules)
+            rejected.append(Rejection(worker_id=worker.worker_id, reason=reason))
     return Candidates(fitting=tuple(fitting), makeable=tuple(makeable), rejected=tuple(rejected))
 
 

@@ -98,6 +98,10 @@ class Rooms:
             shelves[place.worker.device.granule_bytes].append(self._entry(place))
         self._shelves = {size: sorted(shelf, key=_rank) for size, shelf in shelves.items()}
 
+    def most_bytes(self, need: Need) -> int:
+        """What a model needs of any place at most."""
+        return max((need.device_bytes(shelf[0][2]) for shelf in self._shelves.values()), default=0)
+
     def free(self, need: Need) -> Place | None:
         """The place with the most room to spare; None where the model fits nowhere."""
         found: list[Entry] = []

@@ -12,8 +12,10 @@ Everything follows from rows, reports and the ages of demand: a new leader decid
 did.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import HeldStage, HeldState
@@ -65,6 +67,17 @@ class TurnPlan:
     """Of the models that are served nowhere."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Models that are to have one more instance, in the order of their turns."""
+
+    everyone: tuple[Model, ...]
+    first: tuple[Model, ...]
+    """Those that are looked at one by one, for which room is kept."""
+    longest_wait_s: float
+    """Of the models that are served nowhere."""
+
+
 def plan_turns(
     snapshot: Snapshot,
     wanted: Iterable[ModelName],
@@ -102,37 +115,23 @@ def plan_turns(
     models = {model.name: model for model in snapshot.models}
     waiting = {one.model: one for one in snapshot.demand if one.waiting > 0}
     served = {one.model for one in snapshot.instances if one.state in STARTING | SERVING}
-
-    def order(model: Model) -> tuple[bool, float, ModelName]:
-        demand = waiting.get(model.name)
-        age_s = demand.oldest_age_s if demand is not None else 0.0
-        return model.name in served, -age_s / max(rules.patience_s(model), 1e-9), model.name
-
-    longest_wait_s = max(
-        (one.oldest_age_s for name, one in waiting.items() if name not in served), default=0.0
+    line = line_up(
+        (models[name] for name in set(wanted) if name in models),
+        snapshot.demand,
+        served,
+        rules,
+        blocked,
     )
-    everyone = sorted((models[name] for name in set(wanted) if name in models), key=order)
-    if not everyone:
-        return TurnPlan(longest_wait_s=longest_wait_s)
-    line = [model for model in everyone if model.name not in blocked][: rules.line_limit]
+    if not line.everyone:
+        return TurnPlan(longest_wait_s=line.longest_wait_s)
     places = _places(snapshot, models, rules)
     spare = Counter(one.model for one in snapshot.instances if one.state in SERVING)
     spare.subtract({model.name: model.scaling.min_instances for model in snapshot.models})
     ranked, rooms = _ranked(places, spare), Rooms(places)
-    claimed: list[Place] = []
-    turns: list[Turn] = []
     drains: list[Drain] = []
-    for model in line:
-        need = Need(model)
-        left = [
-            place
-            for place in claimed
-            if place.room_bytes < need.device_bytes(place) and need.is_met_by(place)
-        ]
-        turns.append(
-            Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left))
-        )
-        place = rooms.free(need) or rooms.coming(need)  # 1, 2
+
+    def make_way(model: Model, need: Need) -> Place | None:
+        place = rooms.coming(need)  # 2
         demand = waiting.get(model.name)
         asks = (
             demand is not None
@@ -146,15 +145,88 @@ def plan_turns(
                 for other in places:
                     other.give(victim)
                 drains.append(_drain(victim, model, waiting[model.name], snapshot, rules))
+        return place
+
+    turns = _taken_up(line, rooms, make_way)
+    return TurnPlan(turns=turns, drains=tuple(drains), longest_wait_s=line.longest_wait_s)
+
+
+def share_room(line: Line, places: list[Place]) -> TurnPlan | None:
+    """Rule 1 for a whole line; None where that is not all, because some model finds no room. Places
+    need not say what is on its way out.
+    """
+    unmet: list[Model] = []
+    turns = _taken_up(line, Rooms(places), lambda model, _: unmet.append(model))
+    return None if unmet else TurnPlan(turns=turns, longest_wait_s=line.longest_wait_s)
+
+
+def line_up(
+    wanted: Iterable[Model],
+    demand: Iterable[Demand],
+    served: AbstractSet[ModelName],
+    rules: TurnRules,
+    blocked: frozenset[ModelName] = frozenset(),
+) -> Line:
+    """Models that are to have one more instance, in the order of their turns.
+
+    Args:
+        wanted: The models.
+        demand: What waits.
+        served: Models with an instance that starts or serves.
+        rules: Patience, and how many are looked at one by one.
+        blocked: Models that come last.
+    """
+    waiting = {one.model: one for one in demand if one.waiting > 0}
+
+    def order(model: Model) -> tuple[bool, float, ModelName]:
+        asked = waiting.get(model.name)
+        age_s = asked.oldest_age_s if asked is not None else 0.0
+        return model.name in served, -age_s / max(rules.patience_s(model), 1e-9), model.name
+
+    everyone = tuple(sorted(wanted, key=order))
+    first = [model for model in everyone if model.name not in blocked][: rules.line_limit]
+    return Line(
+        everyone=everyone,
+        first=tuple(first),
+        longest_wait_s=max(
+            (one.oldest_age_s for name, one in waiting.items() if name not in served), default=0.0
+        ),
+    )
+
+
+def _taken_up(
+    line: Line, rooms: Rooms, make_way: Callable[[Model, Need], Place | None]
+) -> tuple[Turn, ...]:
+    """Turns of all models, each with what is kept for those before it.
+
+    Args:
+        line: The models.
+        rooms: What there is.
+        make_way: Where a model that finds no room is to get some.
+    """
+    claimed: list[Place] = []
+    turns: list[Turn] = []
+    tightest_bytes = math.inf  # Of the claimed places: mostly enough for everybody.
+    for model in line.first:
+        need = Need(model)
+        left = [
+            place
+            for place in (claimed if tightest_bytes < rooms.most_bytes(need) else ())
+            if place.room_bytes < need.device_bytes(place) and need.is_met_by(place)
+        ]
+        turns.append(
+            Turn(model=model.name, left=frozenset(place.worker.worker_id for place in left))
+        )
+        place = rooms.free(need) or make_way(model, need)  # 1
         if place is not None:
             if not place.claimed:
                 claimed.append(place)
             rooms.claim(place, need)
+            tightest_bytes = min(tightest_bytes, place.room_bytes)
     taken = frozenset(place.worker.worker_id for place in claimed)
-    ahead = {model.name for model in line}
-    behind = (model for model in everyone if model.name not in ahead)
-    turns += [Turn(model=model.name, left=taken) for model in behind]
-    return TurnPlan(turns=tuple(turns), drains=tuple(drains), longest_wait_s=longest_wait_s)
+    ahead = {model.name for model in line.first}
+    behind = (model for model in line.everyone if model.name not in ahead)
+    return (*turns, *(Turn(model=model.name, left=taken) for model in behind))
 
 
 def _ranked(places: Iterable[Place], spare: Counter[ModelName]) -> list[Place]:

@@ -3,6 +3,7 @@ the end.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import structlog
@@ -107,16 +108,38 @@ class Applier:
             self._follow(one)
         return tuple(one.after for one in steps)
 
-    async def drain(self, drains: Sequence[Drain]) -> tuple[Drain, ...]:
-        """Have instances take no new requests, with the decisions that say why; those that were
-        drained.
+    async def carry_out(
+        self, changes: Sequence[Change], drains: Sequence[Drain]
+    ) -> tuple[tuple[Instance, ...], tuple[Drain, ...]]:
+        """Write what reports show, and have instances take no new requests, with the decisions that
+        say why: in one transaction, but for what is changed and then drained.
+
+        Returns:
+            What changed, as ``apply`` says; those that were drained.
 
         Raises:
             NotLeader, DatabaseUnavailable: as for ``apply``.
         """
         asked = {one.model for one in drains if one.unless_pinned}
         pinned = await self.repository.pinned_of(asked) if asked else frozenset[ModelName]()
-        going: dict[InstanceId, Drain] = {}
+        changing = {one.instance_id for one in changes}
+        drained: list[Drain] = []
+        going, decisions = self._going(drains, pinned)
+        first = [one for one in going if one.instance_id not in changing]
+        after = await self.apply((*changes, *map(drain_of, first)), decisions)
+        drained += first
+        if len(first) < len(going):
+            then = [one for one in drains if one.instance_id in changing]
+            going, decisions = self._going(then, pinned)
+            await self.apply(map(drain_of, going), decisions)
+            drained += going
+        return tuple(one for one in after if one.instance_id in changing), tuple(drained)
+
+    def _going(
+        self, drains: Iterable[Drain], pinned: AbstractSet[ModelName]
+    ) -> tuple[list[Drain], dict[InstanceId, Decision]]:
+        """Those of some drains that are carried out, and the decisions that say so."""
+        going: list[Drain] = []
         decisions: dict[InstanceId, Decision] = {}
         for drain in drains:
             record = self.book.get(drain.instance_id)
@@ -124,10 +147,9 @@ class Applier:
                 continue
             if drain.unless_pinned and drain.model in pinned:
                 continue
-            going[drain.instance_id] = drain
+            going.append(drain)
             decisions[drain.instance_id] = self._drained(drain, record)
-        await self.apply(map(drain_of, going.values()), decisions)
-        return tuple(going.values())
+        return going, decisions
 
     def _drained(self, drain: Drain, record: Record) -> Decision:
         return Decision(
@@ -136,7 +158,7 @@ class Applier:
             model=drain.model,
             instance_id=drain.instance_id,
             epoch=self.epoch,
-            inputs={"instance": to_row_json(record.instance), "now_s": self.clock.monotonic_s()},
+            inputs={"instance": record.instance, "now_s": self.clock.monotonic_s()},
             outcome={
                 "drained": drain.instance_id,
                 "within_s": drain.within_s,

@@ -17,11 +17,12 @@ from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.line import shortened
+from pilotlight.policy.control.pace import next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.instance import SERVING
+from pilotlight.policy.instance import ENDED, SERVING
 from pilotlight.policy.placement import owed_service
 from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.announcement import Announcer
@@ -42,7 +43,7 @@ from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
 from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
-from pilotlight.scheduler.teller import Teller, pressing_first
+from pilotlight.scheduler.teller import Teller
 from pilotlight.scheduler.world import World
 
 log = structlog.get_logger()
@@ -51,8 +52,9 @@ TICK_S = 0.25
 REST_S = 0.02
 """After a tick others run for half of its time, at most for this long, however much is new."""
 SETTLE_S = 0.5
-TOLD_AT_ONCE = 64
-"""Holds that are published before other tasks have their turn."""
+ANNOUNCED_S = 0.25
+"""A term waits so long at most for its announcement before it looks at everything: until then it
+commands nothing, and would look in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
+        self._starts_at_once = self._rules.starts_at_once
         self._log = DecisionLog(
             folder=settings.decision_log_dir,
             file_bytes=settings.decision_log_file_bytes,
@@ -104,6 +107,8 @@ class Term:
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
+        self._heard_of = asyncio.Event()
+        """Some term is announced."""
         self._shown_after = term_context.world.reconnects
         self._requests = OperatorRequests()
         self._room = RoomClient(context.bus, self._epoch, self, self._owed)
@@ -183,7 +188,10 @@ class Term:
             )
         )
         for one in stored.instances:
-            self._publisher.publish(one.instance)
+            if (
+                one.instance.state not in ENDED
+            ):  # Where others are shown as they were, ``sweep`` sees.
+                self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.know(stored.estimates, stored.timings)
@@ -219,11 +227,13 @@ class Term:
     def _known(self, newest: Epoch) -> None:
         self._world.hear_epoch(newest)
         self._announced = newest == self._epoch
+        self._heard_of.set()
         self._wake.set()
 
     # The loop.
 
     async def _decide_for_ever(self, garbage: Garbage) -> None:
+        await woken(self._heard_of, ANNOUNCED_S)
         while True:
             self._wake.clear()
             began_s = self._clock.monotonic_s()
@@ -236,6 +246,8 @@ class Term:
             gathered_s = self._clock.monotonic_s()
             plan = tick(facts, self._memory, self._rules)
             tick_s = self._clock.monotonic_s() - gathered_s
+            least = self._rules.starts_at_once
+            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, least)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
@@ -256,10 +268,12 @@ class Term:
     def _gather(self) -> ControlFacts:
         """What is known now, and what changed since the last tick."""
         world, now_s = self._world, self._clock.monotonic_s()
-        demand = self._requests.demand(world.demand(now_s), now_s)
+        held, aged_s = world.demand(now_s)
+        demand = self._requests.demand(held, now_s - aged_s)
         waiting_since_s = world.waiting_since_s()
         refusals, self._refusals = tuple(self._refusals), []
         got_room, self._got_room = tuple(self._got_room), []
+        sent = self._teller.take_sent()
         facts = ControlFacts(
             now_s=now_s,
             term=TermFacts(
@@ -285,16 +299,20 @@ class Term:
             refusals=refusals,
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
+            starts_at_once=self._starts_at_once,
+            told_nodes=sent.nodes,
+            told_workers=sent.workers,
         )
-        return shortened(facts, self._memory, self._rules)
+        return shortened(facts, self._memory, self._rules, aged_s)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
         self.book.books, self._memory = plan.books, plan.memory
-        for after in await self._applier.apply(plan.changes):
+        changed, drained = await self._applier.carry_out(plan.changes, plan.drain)
+        for after in changed:
             if after.state in SERVING:
                 self._requests.warmed(after.model)
-        for drain in await self._applier.drain(plan.drain):
+        for drain in drained:
             makes_way = drain.makes_way_for is not None
             self._metrics.decided("drain", "made_way" if makes_way else "drained")
         await self._applier.retarget(plan.retarget)
@@ -326,17 +344,9 @@ class Term:
     async def _command(
         self, plan: Plan, nodes: Mapping[NodeId, NodeFacts], workers: Mapping[WorkerId, WorkerView]
     ) -> None:
-        """After the rows: holds say what was decided. A term's first turn tells everybody, which
-        must not keep the lease from being renewed, and those first who are to do something.
-        """
+        """After the rows: holds say what was decided."""
         for holds in (plan.tell, plan.repeat):
-            for part in pressing_first(holds):
-                for number, node_told in enumerate(part.nodes):
-                    await self._teller.tell_node(node_told, nodes)
-                    await _others_too(number)
-                for number, worker_told in enumerate(part.workers):
-                    await self._teller.tell_worker(worker_told, nodes, workers)
-                    await _others_too(number)
+            await self._teller.tell_all(holds, nodes, workers)
             told = (one.worker_id for one in holds.workers)
             self._world.roster.expect(told, self._clock.monotonic_s())
 
@@ -382,9 +392,3 @@ class Term:
         """See ``Effects``."""
         # Not of the term: what its last act leaves reserved is given back all the same.
         self._background.spawn("release a grant", self._room.release(grant_id))
-
-
-async def _others_too(number: int) -> None:
-    """Let other tasks run once in a while, in the midst of much to tell."""
-    if number % TOLD_AT_ONCE == TOLD_AT_ONCE - 1:
-        await pause(0.0)

@@ -100,12 +100,14 @@ class OperatorRequests:
 
     def demand(self, held: tuple[Demand, ...], now_s: float) -> tuple[Demand, ...]:
         """The gateways' demand, and one waiting request for each model that is to be warm and has
-        no demand.
+        no demand; as of ``now_s``.
         """
         self._warm = {
             model: one for model, one in self._warm.items() if now_s - one.since_s < WARM_FOR_S
         }
-        waiting = {one.model for one in held if one.waiting > 0}
+        if not self._warm:
+            return held
+        waiting = {one.model for one in held}
         asked = tuple(
             Demand(
                 model=model,
@@ -117,7 +119,7 @@ class OperatorRequests:
             for model, one in self._warm.items()
             if model not in waiting
         )
-        return (*(one for one in held if one.waiting > 0), *asked)
+        return (*held, *asked)
 
     def since_s(self) -> dict[ModelName, float]:
         """When the open request to warm a model came, of all models with one."""

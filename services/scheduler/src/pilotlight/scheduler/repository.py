@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import ARRAY, Row, Text, any_, cast, exists, func, select
+from sqlalchemy import ARRAY, Row, Text, any_, cast, exists, func, or_, select
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
@@ -21,7 +21,7 @@ from pilotlight.policy.ids import DecisionId, InstanceId, ModelName
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Phase
-from pilotlight.policy.plan import Estimate, Estimates, Instance, on_clock
+from pilotlight.policy.plan import Estimate, Estimates, Instance, InstanceState, on_clock
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 from pilotlight.scheduler.rows import (
@@ -42,7 +42,7 @@ from pilotlight.scheduler.writer import MOST_TOGETHER, Writer
 log = structlog.get_logger()
 
 REMEMBERED_S = 60.0
-"""Ended instances that a new leader still reads: their failures slow the next start down."""
+"""Failed instances that a new leader still reads: they slow the next start down."""
 
 
 def retention(settings: SchedulerSettings) -> tuple[Keep, ...]:
@@ -113,17 +113,28 @@ class SchedulerRepository:
         self._clock = clock
 
     async def load(self) -> Stored:
-        """Everything that lives, and what has just ended.
+        """What a leader begins with.
+
+        1. everything that lives
+        2. what has failed of late: it slows the next start of its model down
+        3. of what has ended otherwise, which is hundreds a second where many models come and go,
+           only starts of which phases may still be reported
 
         Raises:
             DatabaseUnavailable: the database cannot be reached.
         """
-        table = tables.instances
-        age = func.extract("epoch", func.clock_timestamp() - table.c.updated_at)
-        recent = table.c.updated_at > func.clock_timestamp() - timedelta(seconds=REMEMBERED_S)
-        living = table.c.state.not_in([state.value for state in ENDED])
+        table, starts = tables.instances, tables.cold_starts
+        now = func.clock_timestamp()
+        late = starts.c.finished_at > now - timedelta(seconds=LATE_PHASES_S)
+        age = func.extract("epoch", now - table.c.updated_at)
+        wanted = or_(
+            table.c.state.not_in([state.value for state in ENDED]),  # 1
+            (table.c.state == InstanceState.FAILED.value)
+            & (table.c.updated_at > now - timedelta(seconds=REMEMBERED_S)),  # 2
+            table.c.instance_id.in_(select(starts.c.instance_id).where(late)),  # 3
+        )
         planned_from = (
-            select(table, age.label("age_s"), tables.decisions.c.inputs)
+            select(table, age.label("age_s"), tables.decisions.c.inputs["models"].label("models"))
             .outerjoin(
                 tables.decisions,
                 tables.decisions.c.decision_id == table.c.body["decision_id"].astext,
@@ -132,10 +143,8 @@ class SchedulerRepository:
             # it later.
             .order_by(table.c.created_at, table.c.instance_id)
         )
-        starts = tables.cold_starts
-        late = starts.c.finished_at > func.clock_timestamp() - timedelta(seconds=LATE_PHASES_S)
         async with self._database.reading() as connection:
-            rows = (await connection.execute(planned_from.where(living | recent))).all()
+            rows = (await connection.execute(planned_from.where(wanted))).all()
             open_starts = (
                 await connection.execute(select(starts).where((starts.c.status == "open") | late))
             ).all()
@@ -157,7 +166,7 @@ class SchedulerRepository:
             table.c.name == any_(cast(list(models), ARRAY(Text))),
             table.c.body["pinned"].as_boolean(),
         )
-        async with self._database.reading() as connection:
+        async with self._database.asking() as connection:
             return frozenset((await connection.execute(found)).scalars().all())
 
     async def start(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
@@ -291,7 +300,7 @@ class SchedulerRepository:
         # The body's times are of the clock of whichever host led then; the row's age is what holds
         # here.
         instance = on_clock(instance, since_s)
-        models: list[dict[str, Any]] = row.inputs["models"] if row.inputs is not None else []
+        models: list[dict[str, Any]] = row.models or []
         model = next((one for one in models if one["digest"] == instance.digest), None)
         if model is None:
             # Without its model it cannot be commanded. Its workers let it go, as what is not in a

@@ -1,34 +1,16 @@
-"""Rows of the scheduler's schema that are written together.
-
-Each table gets one statement, however many rows there are: they travel as one JSON document, so a
-row costs its encoding and no round trip.
+"""Rows of the scheduler's schema that are written together: each table gets one statement
+(``common.db.documents``), however many rows there are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-from sqlalchemy import (
-    Boolean,
-    Column,
-    Insert,
-    Table,
-    Text,
-    bindparam,
-    case,
-    cast,
-    func,
-    select,
-    text,
-    update,
-)
-from sqlalchemy import insert as insert_into
-from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.sql.selectable import TableValuedAlias
+from sqlalchemy import Boolean, Column, case, text, update
 
 from pilotlight.common.db import tables
+from pilotlight.common.db.documents import Row, columns, document, given, inserted
 from pilotlight.common.db.session import UnitOfWork
 from pilotlight.common.errors import Conflict
 from pilotlight.common.policy_version import policy_version
@@ -38,7 +20,6 @@ from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.explained import actual_of
 from pilotlight.scheduler.records import ColdStart, Decision
 
-Row = Mapping[str, object]
 NOW = text("clock_timestamp()")
 """Rows' ages are told by the database's clock: a new leader on another host has no other in common
 with the old one."""
@@ -178,20 +159,19 @@ async def write(work: UnitOfWork, rows: Rows) -> None:
     """
     execute = work.connection.execute
     if rows.instances:
-        await execute(_NEW_INSTANCES, _document([_instance_row(one) for one in rows.instances]))
+        await execute(_NEW_INSTANCES, document([_instance_row(one) for one in rows.instances]))
     if rows.moves:
-        document = _document([_move_row(one) for one in rows.moves])
-        changed = await execute(_MOVED_INSTANCES, document)
+        changed = await execute(_MOVED_INSTANCES, document([_move_row(one) for one in rows.moves]))
         if changed.rowcount != len(rows.moves):
             raise Conflict(_conflict(rows.moves, changed.rowcount))
     if rows.decisions:
-        await execute(_NEW_DECISIONS, _document(rows.decisions))
+        await execute(_NEW_DECISIONS, document(rows.decisions))
     if rows.opened:
-        await execute(_NEW_COLD_STARTS, _document(rows.opened))
+        await execute(_NEW_COLD_STARTS, document(rows.opened))
     if rows.cold_starts:
-        await execute(_CHANGED_COLD_STARTS, _document(rows.cold_starts))
+        await execute(_CHANGED_COLD_STARTS, document(rows.cold_starts))
     if over := [one for one in rows.cold_starts if one["actual"] is not None]:
-        await execute(_WHAT_CAME_OF_IT, _document(over))
+        await execute(_WHAT_CAME_OF_IT, document(over))
     for one in rows.events:
         work.emit(one.kind, one.entity, one.data, one.trace_parent)
 
@@ -229,29 +209,7 @@ def _move_row(move: Move) -> Row:
     }
 
 
-def _document(rows: Sequence[Row]) -> dict[str, str]:
-    return {"rows": msgspec.json.encode(rows).decode()}
-
-
 # Statements.
-
-
-def _columns(table: Table, *names: str) -> list[Column[Any]]:
-    return [Column(name, table.c[name].type) for name in names]
-
-
-def _given(*columns: Column[Any]) -> TableValuedAlias:
-    """The document's rows."""
-    document = cast(bindparam("rows", type_=Text), JSONB)
-    rows = func.jsonb_to_recordset(document).table_valued(*columns)
-    return rows.render_derived(name="given", with_types=True)
-
-
-def _inserted(table: Table, names: Sequence[str], now: Sequence[str] = ()) -> Insert:
-    given = _given(*_columns(table, *names))
-    values = (*(given.c[name] for name in names), *(NOW for _ in now))
-    return insert_into(table).from_select([*names, *now], select(*values).select_from(given))
-
 
 _INSTANCE = ("instance_id", "model", "digest", "state", "generation", "epoch", "body")
 _COLD_START = (
@@ -281,13 +239,13 @@ _DECISION = (
     "reasons",
     "policy_version",
 )
-_NEW_INSTANCES = _inserted(tables.instances, _INSTANCE, ("created_at", "updated_at"))
-_NEW_DECISIONS = _inserted(tables.decisions, _DECISION)
-_NEW_COLD_STARTS = _inserted(tables.cold_starts, _COLD_START, ("created_at",))
+_NEW_INSTANCES = inserted(tables.instances, _INSTANCE, created_at=NOW, updated_at=NOW)
+_NEW_DECISIONS = inserted(tables.decisions, _DECISION)
+_NEW_COLD_STARTS = inserted(tables.cold_starts, _COLD_START, created_at=NOW)
 
 _was = {"was_state": "state", "was_epoch": "epoch", "was_generation": "generation"}
-_moves = _given(
-    *_columns(tables.instances, *_INSTANCE),
+_moves = given(
+    *columns(tables.instances, *_INSTANCE),
     *(Column(name, tables.instances.c[of].type) for name, of in _was.items()),
 )
 _MOVED_INSTANCES = (
@@ -296,7 +254,7 @@ _MOVED_INSTANCES = (
     .where(*(tables.instances.c[of] == _moves.c[name] for name, of in _was.items()))
     .values({**{name: _moves.c[name] for name in _INSTANCE[1:]}, "updated_at": NOW})
 )
-_saved = _given(*_columns(tables.cold_starts, *_COLD_START), Column("finished", Boolean))
+_saved = given(*columns(tables.cold_starts, *_COLD_START), Column("finished", Boolean))
 _CHANGED_COLD_STARTS = (
     update(tables.cold_starts)
     .where(tables.cold_starts.c.instance_id == _saved.c.instance_id)
@@ -307,7 +265,7 @@ _CHANGED_COLD_STARTS = (
         }
     )
 )
-_ended = _given(*_columns(tables.decisions, "decision_id", "actual"))
+_ended = given(*columns(tables.decisions, "decision_id", "actual"))
 _WHAT_CAME_OF_IT = (
     update(tables.decisions)
     .where(tables.decisions.c.decision_id == _ended.c.decision_id)

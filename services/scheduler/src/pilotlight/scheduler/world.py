@@ -64,6 +64,8 @@ class World:
     """As it was heard last: the same one again says nothing new."""
     _epoch_heard: Epoch = field(default=Epoch(0))
     _vectors: dict[GatewayId, _Vector] = field(default_factory=dict[GatewayId, _Vector])
+    _merged: tuple[float, tuple[Demand, ...]] | None = None
+    """What they tell together, as of a moment; None: to be merged."""
     _waiting: dict[ModelName, int] = field(default_factory=dict[ModelName, int])
     """Requests that wait, by model."""
     _waiting_since_s: dict[ModelName, float] = field(default_factory=dict[ModelName, float])
@@ -152,16 +154,23 @@ class World:
         self.version += changed
         return changed
 
-    def demand(self, now_s: float) -> tuple[Demand, ...]:
-        """Waiting requests by model, over every gateway that is heard."""
+    def demand(self, now_s: float) -> tuple[tuple[Demand, ...], float]:
+        """Waiting requests by model, over every gateway that is heard, as of the last word of them;
+        and how long ago that was.
+        """
         self._drop_silent(now_s)
-        merged: dict[ModelName, Demand] = {}
-        for vector in self._vectors.values():
-            for demand in vector.demands:
-                aged = _aged(demand, now_s - vector.heard_s)
-                known = merged.get(demand.model)
-                merged[demand.model] = aged if known is None else _joined(known, aged)
-        return tuple(merged[model] for model in sorted(merged))
+        if self._merged is None:
+            merged: dict[ModelName, Demand] = {}
+            for vector in self._vectors.values():
+                for demand in vector.demands:
+                    if demand.waiting <= 0:
+                        continue
+                    aged = demand.aged(now_s - vector.heard_s)
+                    known = merged.get(demand.model)
+                    merged[demand.model] = aged if known is None else _joined(known, aged)
+            self._merged = now_s, tuple(merged[model] for model in sorted(merged))
+        as_of_s, merged_now = self._merged
+        return merged_now, now_s - as_of_s
 
     def _drop_silent(self, now_s: float) -> None:
         """Forget what gateways told that are not heard any more."""
@@ -181,6 +190,7 @@ class World:
 
     def _note_waiting(self, now_s: float) -> None:
         """After a change of the vectors."""
+        self._merged = None
         waiting = dict[ModelName, int]()
         for vector in self._vectors.values():
             for one in vector.demands:
@@ -253,17 +263,6 @@ def _essence(facts: WorkerFacts) -> tuple[object, ...]:
         for held in facts.held
     )
     return (facts.liveness, facts.engine_up, facts.device, facts.health, stages)
-
-
-def _aged(demand: Demand, by_s: float) -> Demand:
-    # Of thousands of models, many times a second: ``replace`` takes three times as long.
-    return Demand(
-        model=demand.model,
-        waiting=demand.waiting,
-        oldest_age_s=demand.oldest_age_s + by_s,
-        deadline_in_s=demand.deadline_in_s - by_s,
-        trace_parent=demand.trace_parent,
-    )
 
 
 def _joined(one: Demand, other: Demand) -> Demand:

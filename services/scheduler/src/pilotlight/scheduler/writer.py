@@ -6,10 +6,12 @@ is under way are committed together, by the one of them whose turn it is.
 """
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
+from pilotlight.common.waiting import pause
 from pilotlight.policy.ids import InstanceId
 from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.rows import Rows, together, write
@@ -18,20 +20,37 @@ MOST_TOGETHER = 256
 """Writes of one transaction, which holds the lease's row: its renewal must not wait for long."""
 
 
+LINGER_S = 0.002
+"""So long a transaction waits for more rows, ..."""
+BUSY_S = 0.1
+"""... where the one before it ended so lately."""
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     rows: Rows
+    woken: asyncio.Future[None]
+    """Its rows are written, or were refused; or it is its turn to write."""
+    has_turn: bool = False
     is_over: bool = False
     error: Exception | None = None
+
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 @dataclass(slots=True)
 class Writer:
-    """Writes rows of one term. What one caller writes is all there, or nothing is."""
+    """Writes rows of one term. What one caller writes is all there, or nothing is. Those whose rows
+    were written together go on together.
+    """
 
     fence: Fence
     _line: deque[_Waiting] = field(default_factory=deque["_Waiting"])
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _is_writing: bool = False
+    _written_s: float = -math.inf
+    """When the last transaction ended, on the loop's clock."""
 
     async def write(self, rows: Rows) -> None:
         """Return when the rows are there.
@@ -41,17 +60,32 @@ class Writer:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        ours = _Waiting(rows)
+        loop = asyncio.get_running_loop()
+        ours = _Waiting(rows, loop.create_future())
         self._line.append(ours)
         try:
-            async with self._turn:
-                while not ours.is_over:
-                    await self._commit(self._next())
+            if self._is_writing:
+                await ours.woken
+            else:
+                self._is_writing = ours.has_turn = True
+            if not ours.is_over and loop.time() - self._written_s < BUSY_S:
+                await pause(LINGER_S)
+            while not ours.is_over:
+                await self._commit(self._next())
         finally:
             if not ours.is_over and ours in self._line:
                 self._line.remove(ours)
+            if ours.has_turn:
+                self._pass_on()
         if ours.error is not None:
             raise ours.error
+
+    def _pass_on(self) -> None:
+        """The next one's turn."""
+        self._is_writing = bool(self._line)
+        if self._line:
+            self._line[0].has_turn = True
+            self._line[0].wake()
 
     def _next(self) -> list[_Waiting]:
         """The first of the line, as many as may be together: of no row two changes."""
@@ -83,6 +117,8 @@ class Writer:
                     await self._commit([one])
                 return
         finally:
+            self._written_s = asyncio.get_running_loop().time()
             for one in batch:
                 if not one.is_over:
                     one.is_over, one.error = True, error
+                    one.wake()

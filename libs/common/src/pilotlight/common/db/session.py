@@ -6,6 +6,7 @@ work has ended.
 """
 
 import asyncio
+import math
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -15,14 +16,21 @@ from typing import Any
 import msgspec
 import psycopg
 import structlog
-from sqlalchemy import insert, text
+from sqlalchemy import event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    InterfaceError,
+    InvalidatePoolError,
+    OperationalError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
+from pilotlight.common.db.documents import document, inserted
 from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
 from pilotlight.common.errors import BadRequest, DatabaseUnavailable
@@ -33,15 +41,19 @@ from pilotlight.common.telemetry import current_traceparent
 
 log = structlog.get_logger()
 
-_NUL = "NUL (0x00)"
-"""How psycopg names what PostgreSQL's texts cannot hold."""
+_NULS = ("NUL (0x00)", "\\u0000")
+"""How psycopg, and PostgreSQL in JSON, name what PostgreSQL's texts cannot hold."""
+_EVENT = ("event_id", "kind", "entity", "at", "data", "trace_parent")
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
-PREPARE_AFTER = 5
-"""A statement that a connection has executed so often is prepared: psycopg's own default."""
 """For a whole unit of work, commit included: nothing waits longer for a database that does not
 answer."""
+PING_AFTER_S = 0.2
+"""A connection that was used so lately is taken for alive."""
+PREPARE_AFTER = 5
+"""A statement that a connection has executed so often is prepared: psycopg's own default."""
+_USED = "used_s"
 
 
 class Failure(StrEnum):
@@ -101,7 +113,6 @@ class Database:
             pool_size=settings.database_pool_size,
             max_overflow=0,
             pool_timeout=CONNECT_TIMEOUT_S,
-            pool_pre_ping=True,
             json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
@@ -112,6 +123,8 @@ class Database:
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
             },
         )
+        _ping_idle(self._engine, clock)
+        self._new_events = inserted(tables.outboxes[schema], _EVENT)
         self._on_events: list[Callable[[], None]] = []
         self._on_failure: list[Callable[[Failure], None]] = []
 
@@ -177,6 +190,17 @@ class Database:
                 yield connection
 
     @asynccontextmanager
+    async def asking(self) -> AsyncGenerator[AsyncConnection]:
+        """A connection for one statement that reads: it needs no transaction.
+
+        Raises:
+            DatabaseUnavailable, BadRequest: as ``unit_of_work``.
+        """
+        async with self._connected() as connection:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            yield connection
+
+    @asynccontextmanager
     async def _connected(self) -> AsyncGenerator[AsyncConnection]:
         deadline = asyncio.timeout(UNIT_DEADLINE_S)
         try:
@@ -193,7 +217,7 @@ class Database:
                 Failure.POOL, "every connection to the database is in use"
             ) from error
         except DBAPIError as error:
-            if isinstance(error, DataError) and _NUL in str(error.orig):
+            if isinstance(error, DataError) and any(nul in str(error.orig) for nul in _NULS):
                 raise BadRequest(
                     "a text holds U+0000, which is in nothing that is stored"
                 ) from error
@@ -218,8 +242,29 @@ class Database:
             return
         at = self._clock.wall()
         await work.connection.execute(
-            insert(tables.outboxes[self.schema]), [{**event, "at": at} for event in work.events]
+            self._new_events, document([{**event, "at": at} for event in work.events])
         )
+
+
+def _ping_idle(engine: AsyncEngine, clock: Clock) -> None:
+    """Have a connection that was not used for a while answer before it is used again: the server
+    may have gone meanwhile. One that answered a moment ago is not asked: that would be a round trip
+    more for each of dozens of transactions a second.
+    """
+
+    def checkin(connection: Any, record: Any) -> None:
+        record.info[_USED] = clock.monotonic_s()
+
+    def checkout(connection: Any, record: Any, proxy: Any) -> None:
+        if clock.monotonic_s() - record.info.get(_USED, -math.inf) < PING_AFTER_S:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            raise InvalidatePoolError from error
+
+    event.listen(engine.sync_engine, "checkin", checkin)
+    event.listen(engine.sync_engine, "checkout", checkout)
 
 
 async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:

@@ -26,7 +26,7 @@ from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.placement import Candidate
 from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
-ALTERNATIVES = 4
+ALTERNATIVES = 2
 """Other workers that a decision is shown beside."""
 SEARCH_STEPS = 2000
 """Of ``pilotlight``, for one start."""

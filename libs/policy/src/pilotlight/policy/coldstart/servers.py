@@ -321,6 +321,8 @@ def stage_share(model: Model, stage: Stage) -> float:
     """A stage's share of the computation of all layers: that of the bytes that it multiplies with.
     An embedding is looked up; one that is tied to the head is multiplied with in the last stage.
     """
+    if stage == model.spec.whole:
+        return 1.0
     total = _work(model, model.spec.whole)
     return _work(model, stage) / total if total > 0 else stage.num_layers / model.spec.num_layers
 

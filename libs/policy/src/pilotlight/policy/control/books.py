@@ -13,7 +13,7 @@ from typing import TypeVar
 from pilotlight.policy.cluster import WorkerView
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.instance import ENDED, SERVING, STARTING
+from pilotlight.policy.instance import BRINGING, ENDED, SERVING, STARTING
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, Placement
 
@@ -61,6 +61,8 @@ class Books:
     """Without those that have ended: hundreds a worker where many starts follow each other."""
     by_node: Table[NodeId, Ids] = field(default_factory=Table["NodeId", "Ids"])
     """The same."""
+    bringing: Table[NodeId, Ids] = field(default_factory=Table["NodeId", "Ids"])
+    """Of these the few for which the node brings parts."""
     touched: Mapping[InstanceId, Record | None] = field(
         default_factory=dict[InstanceId, "Record | None"]
     )
@@ -81,7 +83,11 @@ class Books:
             known = news.get(instance_id) or self.records.find(instance_id)
             touched.setdefault(instance_id, known)
             news[instance_id] = record
-            if known is None or _places(known) != _places(record):
+            if (
+                known is None
+                or _places(known) != _places(record)
+                or _brings(known) != _brings(record)
+            ):
                 moved.append(record)
                 if known is not None:
                     moved.append(known)
@@ -133,10 +139,10 @@ class Books:
             one for key in self.by_worker.get(worker_id, ()) if (one := self.records[key]).is_row
         )
 
-    def on_node(self, node_id: NodeId) -> tuple[Record, ...]:
-        """Rows with a stage on one node."""
+    def bringing_on(self, node_id: NodeId) -> tuple[Record, ...]:
+        """Rows with a stage on one node that are on their way, or grow."""
         return tuple(
-            one for key in self.by_node.get(node_id, ()) if (one := self.records[key]).is_row
+            one for key in self.bringing.get(node_id, ()) if (one := self.records[key]).is_row
         )
 
     def instances(self) -> tuple[Instance, ...]:
@@ -154,12 +160,13 @@ def _indexed(
     were.
     """
     models, digests = dict[ModelName, Ids](), dict[Digest, Ids]()
-    workers, nodes = dict[WorkerId, Ids](), dict[NodeId, Ids]()
+    workers, nodes, bringing = dict[WorkerId, Ids](), dict[NodeId, Ids](), dict[NodeId, Ids]()
     for record in moved:
         instance_id = record.instance.instance_id
         current = records.find(instance_id)
         places = _places(current) if current is not None else ()
         there = current is not None
+        brings = current is not None and _brings(current)
         _mend(before.by_model, models, record.instance.model, instance_id, present=there)
         _mend(before.by_digest, digests, record.instance.digest, instance_id, present=there)
         for one in record.instance.placements:
@@ -167,12 +174,14 @@ def _indexed(
             _mend(before.by_worker, workers, one.worker_id, instance_id, present=on_worker)
             on_node = any(place.node_id == one.node_id for place in places)
             _mend(before.by_node, nodes, one.node_id, instance_id, present=on_node)
+            _mend(before.bringing, bringing, one.node_id, instance_id, present=on_node and brings)
     return Books(
         records=records,
         by_model=_mended(before.by_model, models),
         by_digest=_mended(before.by_digest, digests),
         by_worker=_mended(before.by_worker, workers),
         by_node=_mended(before.by_node, nodes),
+        bringing=_mended(before.bringing, bringing),
         touched=touched,
     )
 
@@ -180,6 +189,11 @@ def _indexed(
 def _places(record: Record) -> tuple[Placement, ...]:
     """Where an instance takes room: nowhere, once it has ended."""
     return () if record.instance.state in ENDED else record.instance.placements
+
+
+def _brings(record: Record) -> bool:
+    """Whether its nodes bring parts."""
+    return record.instance.state in BRINGING
 
 
 def _mend(

@@ -11,6 +11,7 @@ from pilotlight.policy.control.shortlist import for_start, nearest
 from pilotlight.policy.control.starts import Chosen
 from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, NodeId, WorkerId
+from pilotlight.policy.instance import STARTING
 from pilotlight.policy.model import Model
 from pilotlight.policy.parallelism import (
     CONSIDERED,
@@ -54,8 +55,9 @@ def choose_among(
     fleet, known = draft.rooms.fleet, draft.known_starts
     if not explained and not in_groups and _is_plain(model, draft):
         free = for_start(model, draft, rules.scheme.placement, excluded, count, makeable=False)
-        seen = slice_for(model, draft.slice((model.name,), free, model.digest, ours))
-        found = choose_scheme(model, seen, asked, excluded, fleet, known, instances)
+        seen = _glance_at(model, free, draft, ours)
+        in_room = replace(asked, evicts=False)
+        found = choose_scheme(model, seen, in_room, excluded, fleet, known, instances)
         late = any(is_late(model, one.oldest_age_s) for one in ours)
         if (found.meets_slo or late) and _stands(found, draft):
             return seen, found
@@ -96,6 +98,50 @@ def _stands(found: SchemeChoice, draft: Draft) -> bool:
         return False
     views = (draft.facts.workers[one.worker_id] for one in found.scheme.placements)
     return all(one.facts.health.state is not HealthState.DEGRADED for one in views)
+
+
+def _glance_at(
+    model: Model, workers: Iterable[WorkerId], draft: Draft, demand: tuple[Demand, ...]
+) -> Snapshot:
+    """What a choice in free room looks at: of workers what is held there and what is promised, of
+    nodes copies of the model. What could be evicted is left out.
+
+    Args:
+        model: To be started.
+        workers: On which room is free.
+        draft: The world.
+        demand: Of the model.
+    """
+    facts, books = draft.facts, draft.books
+    views = [facts.workers[one].facts for one in sorted(workers) if one in facts.workers]
+    planned = books.by_digest.get(model.digest, ())
+    ids = {*books.by_model.get(model.name, ())}
+    ids.update(
+        one
+        for worker in views
+        for one in books.by_worker.get(worker.worker_id, ())
+        if books.records[one].instance.state in STARTING
+    )
+    instances = [
+        books.records[one].instance for one in (*planned, *sorted(ids.difference(planned)))
+    ]
+    node_ids = {one.node_id for one in views} | draft.copies.to(model.digest)
+    node_ids.update(
+        one.node_id for each in planned for one in books.records[each].instance.placements
+    )
+    seen = (draft.glances.node(one, model.digest) for one in sorted(node_ids))
+    return Snapshot(
+        now_s=facts.now_s,
+        epoch=facts.term.epoch,
+        models=(model,),
+        nodes=tuple(one for one in seen if one is not None),
+        workers=tuple(views),
+        instances=tuple(instances),
+        demand=demand,
+        estimates=estimates_of((model.name,), facts.estimates),
+        arrivals=facts.arrivals.of((model.name,)),
+        drains=facts.drains,
+    )
 
 
 def slice_for(model: Model, snapshot: Snapshot) -> Snapshot:

@@ -1,8 +1,10 @@
 """The world while a tick changes it: books, and the indexes that follow from them."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import TypeVar
 
 from pilotlight.policy.cluster import NodeFacts, Tier, WorkerFacts
 from pilotlight.policy.coldstart.chosen import KnownStarts
@@ -10,68 +12,28 @@ from pilotlight.policy.coldstart.contention import INTO, FetchBooks, incoming
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.fetches import kept_up, newcomers
 from pilotlight.policy.control.focus import Focus
+from pilotlight.policy.control.glance import Glances
 from pilotlight.policy.control.growing import most_targets
 from pilotlight.policy.control.index import Index
+from pilotlight.policy.control.known_room import KnownRoom, Needs
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
 from pilotlight.policy.control.rooms import Slot, slot_of
-from pilotlight.policy.control.shapes import LinkUse, Shape
+from pilotlight.policy.control.shapes import LinkUse, Shape, is_usable
 from pilotlight.policy.control.splitting import instances_of
-from pilotlight.policy.cost import stage_room
+from pilotlight.policy.control.table import Table
 from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.model import Model
 from pilotlight.policy.placement import PlacementRules, committed_bytes, room_on
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain
 
-
-class Needs:
-    """The least device bytes with which models are worth loading.
-
-    Devices that count alike are asked once.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[ModelName, int], int] = {}
-
-    def of(self, model: Model, granule_bytes: int) -> int:
-        """Of one model."""
-        key = model.name, granule_bytes
-        if key not in self._known:
-            self._known[key] = stage_room(model, model.spec.whole, granule_bytes).least_bytes
-        return self._known[key]
+Key = TypeVar("Key", bound=str)
+Fact = TypeVar("Fact")
 
 
-class KnownRoom:
-    """What workers can give now, each looked at once until something changes there."""
-
-    def __init__(self, draft: "Draft", rules: PlacementRules) -> None:
-        self.rules = rules
-        self._draft = draft
-        self._known: dict[WorkerId, int] = {}
-        self._most: dict[Shape, int] = {}
-
-    def __call__(self, worker_id: WorkerId) -> int:
-        """Bytes of one worker."""
-        if worker_id not in self._known:
-            self._known[worker_id] = self._draft.room_on(worker_id, self.rules)
-        return self._known[worker_id]
-
-    def most(self, shape: Shape) -> int:
-        """Bytes of the roomiest worker of a shape."""
-        if shape not in self._most:
-            self._most[shape] = max(
-                map(self, self._draft.rooms.roomiest(shape, self, 1)), default=0
-            )
-        return self._most[shape]
-
-    def forget(self, worker_ids: Iterable[WorkerId]) -> None:
-        """Something has changed on these."""
-        self._most.clear()
-        for worker_id in worker_ids:
-            self._known.pop(worker_id, None)
+NOTHING_PROMISED: Mapping[WorkerId, int] = {}
 
 
 class Draft:
@@ -88,32 +50,31 @@ class Draft:
         self.rules = rules
         self.index = index
         """As the last tick left it."""
-        self.rooms, self.copies, self.homes, self.holding = (
-            index.rooms,
-            index.copies,
-            index.homes,
-            index.holding,
-        )
+        self.rooms, self.views, self.nodes = index.rooms, index.views, index.nodes
+        self.copies, self.homes, self.holding = index.copies, index.homes, index.holding
         self.fetches = index.fetches
         """With those of the starts that this tick has decided."""
         self.moved: dict[InstanceId, Record] = {}
         self.drains: list[Drain] = []
-        self.needs = Needs()
+        self.needs, self.glances = Needs(), Glances(facts.nodes)
         self._known_rooms: list[KnownRoom] = []
 
     # Changes.
 
     def move(self, changes: Iterable[Change]) -> None:
         """Take changes for done."""
-        facts = self.facts
-        found = ((change, self.books.get(change.instance_id)) for change in changes)
-        for change, record in found:
+        epoch, now_s = self.facts.term.epoch, self.facts.now_s
+        news: dict[InstanceId, Record] = {}
+        for change in changes:
+            record = news.get(change.instance_id) or self.books.get(change.instance_id)
             if record is None or not record.is_row:
                 continue
-            before, epoch = record.instance, facts.term.epoch
-            after = replace(record, instance=moved(before, change, epoch, facts.now_s))
-            become = instances_of(before, change.become, epoch, facts.now_s)
-            self.put(after, *(Record(instance=one, model=record.model) for one in become))
+            before = record.instance
+            after = replace(record, instance=moved(before, change, epoch, now_s))
+            become = instances_of(before, change.become, epoch, now_s)
+            for one in (after, *(Record(instance=one, model=record.model) for one in become)):
+                news[one.instance.instance_id] = one
+        self.put(*news.values())
 
     def drain(self, drains: Iterable[Drain]) -> None:
         """Take drains for done, but for those of instances that drain already."""
@@ -133,17 +94,23 @@ class Draft:
         """Take records in; what follows in this tick counts them."""
         if not records:
             return
+        known = self.books.records.among(one.instance.instance_id for one in records)
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
+        places = [placement for one in records for placement in one.instance.placements]
+        begun = [one for one in records if one.tentative]
         linked = frozenset[WorkerId]()
         if self.rules.scheme.choice is not None:
-            begun = [one for record in records if record.tentative for one in newcomers(record)]
-            if begun:
-                linked = self._book(self.fetches.admit(begun, self.facts.now_s))
-        self.place(
-            {placement.worker_id for one in records for placement in one.instance.placements},
-            linked,
-        )
+            fetches = [each for one in begun for each in newcomers(one)]
+            if fetches:
+                linked = self._book(self.fetches.admit(fetches, self.facts.now_s))
+        if len(begun) < len(records) or known:
+            self.place({one.worker_id for one in places}, linked)
+        else:
+            promised = Counter[WorkerId]()
+            for one in places:
+                promised[one.worker_id] += one.device_bytes
+            self.place((), linked, promised)
 
     def _book(self, fetches: FetchBooks) -> frozenset[WorkerId]:
         """With other books of fetches; the workers of the nodes whose links carry others now."""
@@ -176,16 +143,36 @@ class Draft:
     def indexed(self) -> Index:
         """The index as it is now."""
         return replace(
-            self.index, rooms=self.rooms, copies=self.copies, homes=self.homes, holding=self.holding
+            self.index,
+            rooms=self.rooms,
+            views=self.views,
+            nodes=self.nodes,
+            copies=self.copies,
+            homes=self.homes,
+            holding=self.holding,
         )
 
-    def hear(self, workers: AbstractSet[WorkerId], nodes: AbstractSet[NodeId]) -> None:
-        """Bring the indexes up to what was heard of some workers and nodes."""
+    def hear(
+        self,
+        workers: AbstractSet[WorkerId],
+        nodes: AbstractSet[NodeId],
+        instances: AbstractSet[InstanceId],
+    ) -> None:
+        """Bring the indexes, and the books of fetches, up to what was heard.
+
+        Args:
+            workers: Of which something was, or whose instances changed.
+            nodes: The same.
+            instances: Those that may have changed.
+        """
         facts = self.facts
-        self.copies = self.copies.put(
-            {node_id: _host_digests(facts.nodes.get(node_id)) for node_id in nodes}
-        )
-        views = {worker_id: facts.workers.get(worker_id) for worker_id in workers}
+        told = {node_id: facts.nodes.get(node_id) for node_id in nodes}
+        told = {key: one for key, one in told.items() if one is not self.nodes.find(key)}
+        self.nodes = _put(self.nodes, told)
+        self.copies = self.copies.put({key: _host_digests(one) for key, one in told.items()})
+        views = {key: facts.workers.get(key) for key in workers}
+        views = {key: one for key, one in views.items() if one is not self.views.find(key)}
+        self.views = _put(self.views, views)
         homes = {
             key: frozenset[NodeId]() if one is None else frozenset((one.facts.node_id,))
             for key, one in views.items()
@@ -197,36 +184,41 @@ class Draft:
             for key, one in views.items()
         }
         self.homes, self.holding = self.homes.put(homes), self.holding.put(held)
-        elsewhere = (
-            worker_id
-            for node_id in nodes
-            for worker_id in self.homes.to(node_id)
-            if worker_id not in workers
-        )
-        self.place({*workers, *(one for one in elsewhere if not self._is_where_it_was(one))})
-
-    def follow_fetches(
-        self, instances: AbstractSet[InstanceId], nodes: AbstractSet[NodeId]
-    ) -> None:
-        """Bring the books of fetches up to what was heard, where a policy asks for them."""
-        if self.rules.scheme.choice is None:
-            return
-        facts = self.facts
         heard = (one for name in sorted(nodes) if (one := facts.nodes.get(name)) is not None)
-        linked = self._book(
-            kept_up(self.fetches, self.books, facts.books.touched, instances, heard, facts.now_s)
-        )
-        self.place((), linked)
+        linked = set[WorkerId]()
+        if self.rules.scheme.choice is not None:
+            before = facts.books.touched
+            linked |= self._book(
+                kept_up(self.fetches, self.books, before, instances, heard, facts.now_s)
+            )
+        elsewhere = {
+            worker_id for node_id in nodes for worker_id in self.homes.to(node_id)
+        }.difference(workers)
+        usable = {
+            one for one in nodes if (node := facts.nodes.get(one)) is not None and is_usable(node)
+        }
+        # Most reports of a node tell of copies alone, and leave its workers where they are.
+        beside = {one for one in elsewhere if self._is_beside(one, usable)}
+        self.place({*workers, *(elsewhere - beside)}, frozenset(linked | beside))
 
     def place(
-        self, worker_ids: Iterable[WorkerId], linked: frozenset[WorkerId] = frozenset()
+        self,
+        worker_ids: Iterable[WorkerId],
+        linked: frozenset[WorkerId] = frozenset(),
+        promised: Mapping[WorkerId, int] = NOTHING_PROMISED,
     ) -> None:
-        """Bring the room of some workers up to date; of those that are ``linked`` nothing has
-        changed but what their node's link carries.
+        """Bring the room of some workers up to date.
+
+        Args:
+            worker_ids: Of which anything may have changed.
+            linked: Of which nothing has but what their node's link carries.
+            promised: Of which nothing else has but that so much is promised to starts.
         """
-        slots: dict[WorkerId, Slot | None] = {
-            one: slot for one in linked if (slot := self._linked(one)) is not None
-        }
+        slots = self._linked(linked)
+        for worker_id, size_bytes in promised.items():
+            slot = slots.get(worker_id) or self.rooms.slots.find(worker_id)
+            if slot is not None:
+                slots[worker_id] = slot.with_promised(size_bytes)
         for worker_id in worker_ids:
             view = self.facts.workers.get(worker_id)
             if view is None:
@@ -242,34 +234,39 @@ class Draft:
         for known in self._known_rooms:
             known.forget(slots)
 
-    def _linked(self, worker_id: WorkerId) -> Slot | None:
-        """A worker's slot with its node's link as it is now; None where that changes nothing."""
-        slot, view = self.rooms.slots.find(worker_id), self.facts.workers.get(worker_id)
-        node = self.facts.nodes.get(view.facts.node_id) if view is not None else None
-        if slot is None or slot.shape is None or node is None:
-            return None
-        link = self._link(node)
-        if slot.shape.fits(node, link):
-            return None
-        return replace(slot, shape=slot.shape.beside(node, link))
+    def _linked(self, worker_ids: Iterable[WorkerId]) -> dict[WorkerId, Slot | None]:
+        """Workers' slots with their nodes' links as they are now, of those for which that changes
+        something. Workers of a node are mostly of one shape, which is made once.
+        """
+        links: dict[NodeId, LinkUse] = {}
+        shapes: dict[tuple[int, NodeId], Shape] = {}
+        found: dict[WorkerId, Slot | None] = {}
+        for worker_id in worker_ids:
+            slot, view = self.rooms.slots.find(worker_id), self.facts.workers.get(worker_id)
+            node = self.facts.nodes.get(view.facts.node_id) if view is not None else None
+            if slot is None or slot.shape is None or node is None:
+                continue
+            if node.node_id not in links:
+                links[node.node_id] = self._link(node)
+            shape, link, key = slot.shape, links[node.node_id], (id(slot.shape), node.node_id)
+            if key not in shapes:
+                shapes[key] = shape if shape.fits(node, link) else shape.beside(node, link)
+            if shapes[key] is not shape:
+                found[worker_id] = replace(slot, shape=shapes[key])
+        return found
 
     def known_room(self, rules: PlacementRules) -> KnownRoom:
         """What workers can give under some rules."""
         known = next((one for one in self._known_rooms if one.rules is rules), None)
         if known is None:
-            known = KnownRoom(self, rules)
+            known = KnownRoom(rules, self.room_on, lambda: self.rooms)
             self._known_rooms.append(known)
         return known
 
-    def _is_where_it_was(self, worker_id: WorkerId) -> bool:
-        """Whether a report of its node leaves a worker in its place: most tell of copies alone."""
-        slot, node = (
-            self.rooms.slots.find(worker_id),
-            self.facts.nodes.get(next(iter(self.homes.of(worker_id)))),
-        )
-        if slot is None or slot.shape is None or node is None:
-            return False
-        return slot.shape.fits(node, self._link(node))
+    def _is_beside(self, worker_id: WorkerId, usable: AbstractSet[NodeId]) -> bool:
+        """Whether a report of a worker's node can change nothing there but its link and pool."""
+        slot = self.rooms.slots.find(worker_id)
+        return slot is not None and slot.shape is not None and self.homes.of(worker_id) <= usable
 
     def _link(self, node: NodeFacts | None) -> LinkUse:
         """What a choice will see of a node's link: with what is booked there and not reported
@@ -383,6 +380,14 @@ class Draft:
     def instances_of(self, model: ModelName) -> tuple[Instance, ...]:
         """All of a model, ended ones too."""
         return tuple(self.books.records[one].instance for one in self.books.by_model.get(model, ()))
+
+
+def _put(table: Table[Key, Fact], news: Mapping[Key, Fact | None]) -> Table[Key, Fact]:
+    """With other facts of some; None: they are gone."""
+    return table.put(
+        {key: one for key, one in news.items() if one is not None},
+        [key for key, one in news.items() if one is None],
+    )
 
 
 def _host_digests(node: NodeFacts | None) -> frozenset[Digest]:

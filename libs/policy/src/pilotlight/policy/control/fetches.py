@@ -110,7 +110,7 @@ def _reported_of(
 ) -> tuple[FetchBooks, list[FetchKey]]:
     """With what one node reports of fetches that go on, and those that have ended."""
     over: list[FetchKey] = []
-    for record in books.on_node(node.node_id):
+    for record in books.bringing_on(node.node_id):
         for one in record.instance.placements:
             key = fetch_key(record.instance.instance_id, one.worker_id)
             known = fetches.fetches.get(key)

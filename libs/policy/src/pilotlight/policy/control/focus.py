@@ -3,12 +3,12 @@
 Everything else is at rest.
 """
 
-import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pilotlight.policy.control.ordered import Ordered
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 
@@ -61,12 +61,10 @@ class Dues(Generic[Key]):
     """When each of some objects falls due.
 
     Immutable; the soonest is found without a look at the others.
-
-    A change copies the queue, so changes of one tick are made together.
     """
 
     at_s: Table[Key, float] = field(default_factory=Table["Key", float])
-    queue: tuple[tuple[float, Key], ...] = ()
+    queue: Ordered[tuple[float, Key]] = field(default_factory=lambda: Ordered[tuple[float, Key]]())
 
     def until(self, now_s: float, limit: int | None = None) -> list[Key]:
         """What is due at ``now_s``, the longest due first; no more than ``limit``."""
@@ -83,17 +81,13 @@ class Dues(Generic[Key]):
         if not news:
             return self
         gone = [key for key, at_s in news.items() if at_s == math.inf]
-        times = self.at_s.put({key: at_s for key, at_s in news.items() if at_s != math.inf}, gone)
-        if len(news) > len(self.queue) // 8:
-            return Dues(times, tuple(sorted((at_s, key) for key, at_s in times.items())))
-        queue = list(self.queue)
-        for key, at_s in news.items():
-            before_s = self.at_s.find(key)
-            if before_s is not None:
-                del queue[bisect.bisect_left(queue, (before_s, key))]
-            if at_s != math.inf:
-                bisect.insort(queue, (at_s, key))
-        return Dues(times, tuple(queue))
+        come = {key: at_s for key, at_s in news.items() if at_s != math.inf}
+        before = ((self.at_s.find(key), key) for key in news)
+        queue = self.queue.changed(
+            [(at_s, key) for at_s, key in before if at_s is not None],
+            [(at_s, key) for key, at_s in come.items()],
+        )
+        return Dues(self.at_s.put(come, gone), queue)
 
     def _at_s(self, key: Key) -> float:
         known_s = self.at_s.find(key)

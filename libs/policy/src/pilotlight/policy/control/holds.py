@@ -5,6 +5,7 @@ A hold is the whole desired state of its receiver.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from pilotlight.policy.cluster import FetchPriority, HeldState, Member, NodeFacts, WorkerView
 from pilotlight.policy.control.books import Books, Record
@@ -16,6 +17,33 @@ from pilotlight.policy.plan import Instance, InstanceState
 
 Upstreams = Mapping[tuple[NodeId, Digest], tuple[NodeId, ...]]
 """The nodes from which a node takes the parts of a model, the first to be asked first."""
+
+
+class Wanted(Protocol):
+    """A stage that a worker is to hold, as far as its report can contradict it."""
+
+    @property
+    def instance_id(self) -> InstanceId:
+        """Which it is of."""
+        ...
+
+    @property
+    def generation(self) -> Generation:
+        """Of its instance."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """As in ``StageHold``."""
+        ...
+
+
+class Essence(NamedTuple):
+    """What makes a stage another one to hold than that before."""
+
+    instance_id: InstanceId
+    generation: Generation
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +69,9 @@ class StageHold:
     """As in ``Placement``."""
 
     @property
-    def essence(self) -> tuple[object, ...]:
+    def essence(self) -> Essence:
         """What makes it another hold than that before."""
-        return self.instance_id, self.generation, self.draining
+        return Essence(self.instance_id, self.generation, self.draining)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +115,24 @@ def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
         if placement.worker_id == worker_id
     ]
     return tuple(sorted(holds, key=lambda hold: hold.instance_id))
+
+
+def essences_of(worker_id: WorkerId, books: Books) -> list[tuple[Essence, Instance]]:
+    """The same in short, each with its instance: most looks at a worker find that it was told."""
+    found = [
+        (
+            Essence(
+                record.instance.instance_id,
+                record.instance.generation,
+                record.instance.state is InstanceState.DRAINING,
+            ),
+            record.instance,
+        )
+        for record in books.on_worker(worker_id)
+        for placement in record.instance.placements
+        if placement.worker_id == worker_id
+    ]
+    return sorted(found, key=lambda one: one[0].instance_id)
 
 
 def members_of(instance: Instance) -> tuple[Member, ...]:
@@ -144,8 +190,7 @@ def fetches_of(node_id: NodeId, books: Books, upstreams: Upstreams) -> tuple[Par
                 else FetchPriority.COLD_START
             ),
         )
-        for record in books.on_node(node_id)
-        if record.instance.state in BRINGING
+        for record in books.bringing_on(node_id)
         for placement in record.instance.placements
         if placement.node_id == node_id and (parts := placement.parts_of(record.model.spec))
     ]
@@ -170,14 +215,12 @@ def upstreams_at(
     node_ids: Iterable[NodeId], books: Books, nodes: Mapping[NodeId, NodeFacts]
 ) -> Upstreams:
     """The nodes that some nodes ask; of models that start elsewhere nothing."""
-    here = (record for node_id in node_ids for record in books.on_node(node_id))
-    digests = dict.fromkeys(
-        record.instance.digest for record in here if record.instance.state in BRINGING
-    )
+    here = (record for node_id in node_ids for record in books.bringing_on(node_id))
+    digests = dict.fromkeys(record.instance.digest for record in here)
     return upstreams_of((record for digest in digests for record in books.of_digest(digest)), nodes)
 
 
-def disagreement(holds: Iterable[StageHold], worker: WorkerView) -> str | None:
+def disagreement(holds: Iterable[Wanted], worker: WorkerView) -> str | None:
     """What a worker's report shows otherwise than it was told; None when it agrees.
 
     1. it holds a stage that it is not to hold (a stage that it drains is on its way out)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.focus import NOTHING, Dues, Focus
 from pilotlight.policy.control.rooms import Rooms
@@ -71,6 +72,10 @@ class Index:
     """Immutable, so that the same memory gives the same plan."""
 
     rooms: Rooms = field(default_factory=Rooms)
+    views: Table[WorkerId, WorkerView] = field(default_factory=Table["WorkerId", WorkerView])
+    """Workers as they were at the last look at each, ..."""
+    nodes: Table[NodeId, NodeFacts] = field(default_factory=Table["NodeId", NodeFacts])
+    """... and nodes."""
     copies: Links[NodeId, Digest] = field(default_factory=Links["NodeId", "Digest"])
     """Nodes and the models of which their host pools have parts."""
     homes: Links[WorkerId, NodeId] = field(default_factory=Links["WorkerId", "NodeId"])

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from pilotlight.policy.cluster import HeldStage, Liveness, WorkerView
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
 from pilotlight.policy.control.focus import EARLY_S, Focus
 from pilotlight.policy.control.index import Index
@@ -52,14 +53,36 @@ class Look:
             if one in books.records and forget_at_s(books.records[one].instance) <= facts.now_s
         )
         self._add_touched(books)
-        self.instances.update(
-            one for worker_id in self.workers for one in books.by_worker.get(worker_id, ())
-        )
+        for worker_id in self.workers:
+            self.instances.update(self._told_otherwise(worker_id, books))
         return books
 
     def records(self, books: Books) -> list[Record]:
         """Instances that are looked at."""
         return [books.records[one] for one in sorted(self.instances) if one in books.records]
+
+    def _told_otherwise(self, worker_id: WorkerId, books: Books) -> Iterable[InstanceId]:
+        """Instances on a worker that may be judged otherwise than at the last look at it: of dozens
+        a report tells something new of one or two.
+        """
+        here = books.by_worker.get(worker_id, ())
+        known = self.index.views.find(worker_id) if self.index is not None else None
+        view = self._facts.workers.get(worker_id)
+        if known is None or view is None or not (_is_alive(known) and _is_alive(view)):
+            return here
+        if known.incarnation != view.incarnation:
+            return here
+        before = {one.instance_id: one for one in known.facts.held}
+        now = before
+        if view.facts.held is not known.facts.held:
+            now = {one.instance_id: one for one in view.facts.held}
+        return (
+            one
+            for one in here
+            if one not in now
+            or len(books.records[one].instance.placements) > 1
+            or _is_another(before.get(one), now[one])
+        )
 
     def _add_everything(self) -> None:
         facts, memory = self._facts, self._memory
@@ -93,6 +116,33 @@ class Look:
                     self.digests.add(record.instance.digest)
                     self.workers.update(one.worker_id for one in record.instance.placements)
                     self.nodes.update(one.node_id for one in record.instance.placements)
+
+
+def _is_alive(view: WorkerView) -> bool:
+    return view.facts.liveness is Liveness.ALIVE
+
+
+def _is_another(before: HeldStage | None, now: HeldStage) -> bool:
+    """Whether a stage is told otherwise, as far as its instance is judged by that."""
+    if before is None:
+        return True
+    return before is not now and (
+        before.state,
+        before.generation,
+        before.in_flight,
+        before.open,
+        before.stage,
+        before.loaded,
+        before.reason,
+    ) != (
+        now.state,
+        now.generation,
+        now.in_flight,
+        now.open,
+        now.stage,
+        now.loaded,
+        now.reason,
+    )
 
 
 def instances_due(

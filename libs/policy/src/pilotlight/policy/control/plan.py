@@ -39,8 +39,9 @@ class ControlRules:
     consolidate: bool = True
     """Groups become whole instances; else each stays as its start made it."""
     starts_at_once: int = 8
-    """Starts that one tick decides at most. Each takes milliseconds: hundreds in one tick would
-    outlast the lease, and the next leader would fare no better."""
+    """Starts that one tick decides at most, unless its facts say otherwise. Each takes
+    milliseconds: hundreds in one tick would outlast the lease, and the next leader would fare no
+    better."""
     max_tries: int = 3
     """Workers that are asked for room in one attempt; the next attempt sees newer reports."""
     retry_first_s: float = 0.1
@@ -97,6 +98,14 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The last hold that a receiver was sent."""
+
+    essence: tuple[object, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControlFacts:
     """Everything that a tick looks at, at one moment. Mappings are not written to while it is
     kept.
@@ -135,6 +144,17 @@ class ControlFacts:
     """
     asked: frozenset[ModelName] = frozenset()
     """Models with demand that is left out, because a tick would not look at it (``line``)."""
+    starts_at_once: int | None = None
+    """Starts that this tick decides at most, by what ticks take here (``pace``); None: as many as
+    the rules say."""
+
+    told_nodes: Mapping[NodeId, Told] = field(default_factory=dict[NodeId, Told])
+    """What was sent since the last tick, of starts that were written: it is not told again."""
+    told_workers: Mapping[WorkerId, Told] = field(default_factory=dict[WorkerId, Told])
+
+    def most_starts(self, rules: ControlRules) -> int:
+        """Starts that the tick decides at most."""
+        return rules.starts_at_once if self.starts_at_once is None else self.starts_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +172,6 @@ class Backing:
     second."""
     recorded_s: float = 0.0
     """When the last of them was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """The last hold that a receiver was sent."""
-
-    essence: tuple[object, ...]
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

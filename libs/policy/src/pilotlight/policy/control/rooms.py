@@ -10,16 +10,16 @@ minimum residency). The index keeps what could be freed at best, and each search
 be freed now.
 """
 
-import bisect
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from pilotlight.policy.cluster import HealthState, HeldState, NodeFacts, WorkerFacts
+from pilotlight.policy.control.ordered import Ordered
 from pilotlight.policy.control.shapes import LinkUse, Shape, links_of
 from pilotlight.policy.control.table import Table
 from pilotlight.policy.cost import known_rate
@@ -78,6 +78,15 @@ class Slot:
     def is_evictable(self) -> bool:
         """Eviction may free something."""
         return self.at_best_bytes > self.free_bytes
+
+    def with_promised(self, size_bytes: int) -> "Slot":
+        """When so much has been promised to starts, and nothing else has changed."""
+        return replace(
+            self,
+            free_bytes=self.free_bytes - size_bytes,
+            at_best_bytes=self.at_best_bytes - size_bytes,
+            most_bytes=self.most_bytes - size_bytes,
+        )
 
 
 def slot_of(
@@ -160,6 +169,7 @@ def _level(size_bytes: int) -> int:
     return (bits << 3) | ((size_bytes >> (bits - 4)) & 7)
 
 
+NOBODY = Ordered[WorkerId]()
 Entry = tuple[int, WorkerId, int]
 """What a worker can give, its id, and what is free there without that."""
 
@@ -168,36 +178,31 @@ Entry = tuple[int, WorkerId, int]
 class Shelf:
     """Workers of one shape by a number of bytes."""
 
-    ranked: tuple[tuple[int, WorkerId], ...] = ()
+    ranked: Ordered[tuple[int, WorkerId]] = field(default_factory=Ordered[tuple[int, WorkerId]])
     """The least bytes first."""
-    levels: Mapping[tuple[int, int], tuple[WorkerId, ...]] = field(
-        default_factory=dict[tuple[int, int], "tuple[WorkerId, ...]"]
+    levels: Mapping[tuple[int, int], Ordered[WorkerId]] = field(
+        default_factory=dict[tuple[int, int], Ordered[WorkerId]]
     )
-    """By the ``_level`` of what they can give and of what is free, each in the order of ids."""
+    """By the ``_level`` of what they can give and of what is free."""
 
     def moved(self, gone: Sequence[Entry], come: Sequence[Entry]) -> "Shelf":
         """After some workers' bytes have changed."""
         if not gone and not come:
             return self
-        if len(gone) + len(come) > len(self.ranked) // 8:
-            return self._anew(gone, come)
-        ranked, changed = list(self.ranked), dict[tuple[int, int], list[WorkerId]]()
-
-        def on(size_bytes: int, free_bytes: int) -> list[WorkerId]:
-            level = _level(size_bytes), _level(free_bytes)
-            if level not in changed:  # One copy, however many of a node's workers move.
-                changed[level] = list(self.levels.get(level, ()))
-            return changed[level]
-
+        changes = defaultdict[tuple[int, int], tuple[list[WorkerId], list[WorkerId]]](
+            lambda: ([], [])
+        )
         for size_bytes, worker_id, free_bytes in gone:
-            del ranked[bisect.bisect_left(ranked, (size_bytes, worker_id))]
-            ids = on(size_bytes, free_bytes)
-            del ids[bisect.bisect_left(ids, worker_id)]
+            changes[_level(size_bytes), _level(free_bytes)][0].append(worker_id)
         for size_bytes, worker_id, free_bytes in come:
-            bisect.insort(ranked, (size_bytes, worker_id))
-            bisect.insort(on(size_bytes, free_bytes), worker_id)
-        levels = dict(self.levels) | {level: tuple(ids) for level, ids in changed.items()}
-        return Shelf(tuple(ranked), {level: ids for level, ids in levels.items() if ids})
+            changes[_level(size_bytes), _level(free_bytes)][1].append(worker_id)
+        levels = dict(self.levels)
+        for level, (left, joined) in changes.items():
+            levels[level] = levels.get(level, NOBODY).changed(left, joined)
+            if not levels[level]:
+                del levels[level]
+        ranked = self.ranked.changed([one[:2] for one in gone], [one[:2] for one in come])
+        return Shelf(ranked, levels)
 
     def at_least(self, size_bytes: int) -> Iterator[Iterator[WorkerId]]:
         """Buckets of workers that may have a number of bytes, each in the order of ids.
@@ -211,23 +216,6 @@ class Shelf:
         """The same, without those on which so much is surely free already."""
         least = _level(size_bytes)
         return (iter(ids) for (level, free), ids in self.levels.items() if free <= least <= level)
-
-    def _anew(self, gone: Iterable[Entry], come: Iterable[Entry]) -> "Shelf":
-        """Where many change, a shelf is made anew."""
-        left = {worker_id: size_bytes for size_bytes, worker_id in self.ranked}
-        for _, worker_id, _ in gone:
-            del left[worker_id]
-        ranked = [(size_bytes, worker_id) for worker_id, size_bytes in left.items()]
-        levels = defaultdict[tuple[int, int], list[WorkerId]](list)
-        for level, ids in self.levels.items():
-            levels[level].extend(one for one in ids if one in left)
-        for size_bytes, worker_id, free_bytes in come:
-            ranked.append((size_bytes, worker_id))
-            levels[_level(size_bytes), _level(free_bytes)].append(worker_id)
-        return Shelf(
-            tuple(sorted(ranked)),
-            {level: tuple(sorted(ids)) for level, ids in levels.items() if ids},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,28 +253,27 @@ class Rooms:
             {key: slot for key, slot in news.items() if slot is not None},
             [key for key, slot in news.items() if slot is None],
         )
-        sizes, shapes = Counter(self.sizes), dict(self.shapes)
-        gone, come = (
-            defaultdict[Shape, list[WorkerId]](list),
-            defaultdict[Shape, list[WorkerId]](list),
-        )
+        sizes, shapes = Counter[tuple[int, int]](), dict(self.shapes)
+        gone: dict[Shape, list[WorkerId]] = {}
+        come: dict[Shape, list[WorkerId]] = {}
         for worker_id, slot in news.items():
             before = self.slots.find(worker_id)
-            if before is not None and before.size is not None:
-                sizes[before.size] -= 1
-            if slot is not None and slot.size is not None:
-                sizes[slot.size] += 1
+            was, now = (one.size if one is not None else None for one in (before, slot))
+            if was != now:
+                sizes.update(
+                    {size: more for size, more in ((was, -1), (now, 1)) if size is not None}
+                )
             if before is not None and slot is not None and before.place == slot.place:
                 continue
             if before is not None and before.shape is not None:
-                gone[before.shape].append(worker_id)
+                gone.setdefault(before.shape, []).append(worker_id)
             if slot is not None and slot.shape is not None:
-                come[slot.shape].append(worker_id)
+                come.setdefault(slot.shape, []).append(worker_id)
         for shape in {*gone, *come}:
             known = shapes.get(shape, Shelves())
             left, joined = (
-                [(self.slots[one], one) for one in gone[shape]],
-                [(slots[one], one) for one in come[shape]],
+                [(self.slots[one], one) for one in gone.get(shape, ())],
+                [(slots[one], one) for one in come.get(shape, ())],
             )
             shelves = Shelves(
                 free=known.free.moved(
@@ -313,7 +300,7 @@ class Rooms:
         return Rooms(
             slots=slots,
             shapes=shapes,
-            sizes={size: count for size, count in sizes.items() if count},
+            sizes=_counted(self.sizes, sizes) if sizes else self.sizes,
             busy=_flagged(self.busy, news, lambda slot: bool(slot.victims)),
             leaving=_flagged(self.leaving, news, lambda slot: slot.leaving),
         )
@@ -387,6 +374,14 @@ class Rooms:
             else:
                 heapq.heappushpop(best, (size_bytes, worker_id))
         return tuple(worker_id for _, worker_id in best)
+
+
+def _counted(
+    before: Mapping[tuple[int, int], int], more: Counter[tuple[int, int]]
+) -> Mapping[tuple[int, int], int]:
+    counts = Counter(before)
+    counts.update(more)
+    return {size: count for size, count in counts.items() if count}
 
 
 def _flagged(

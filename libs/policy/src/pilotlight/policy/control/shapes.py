@@ -31,9 +31,8 @@ class Shape:
     slowness: int = 0
 
     def fits(self, node: NodeFacts, link: LinkUse) -> bool:
-        """Whether a node leaves its workers in this shape."""
-        usable = node.liveness is Liveness.ALIVE and not node.draining
-        return usable and links_of(node, link) == (
+        """Whether a usable node leaves its workers in this shape."""
+        return links_of(node, link) == (
             self.nic_bytes_per_s,
             self.transfers,
             self.pool_unit_bytes,
@@ -60,6 +59,11 @@ class Shape:
             sum(-(-size // unit_bytes) * unit_bytes for size in model.spec.part_bytes)
             <= self.pool_bytes
         )
+
+
+def is_usable(node: NodeFacts) -> bool:
+    """Whether a node's workers may be given anything."""
+    return node.liveness is Liveness.ALIVE and not node.draining
 
 
 def links_of(node: NodeFacts, link: LinkUse) -> tuple[float, int, int, int, int]:

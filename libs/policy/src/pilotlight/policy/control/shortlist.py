@@ -60,7 +60,7 @@ def for_start(
     for key in books.by_digest.get(digest, ()):
         if books.records[key].instance.state is InstanceState.FAILED:
             found.update(one.worker_id for one in books.records[key].instance.placements)
-    skipped = found | excluding | _having(model.name, draft)
+    skipped = found | excluding | having(model.name, draft)
     fits = partial(_has_room, room_on=room_on) if makeable else _has_free_room
     found = {one for one in found - excluding if fits(model, one, draft)}
     for shape in rooms.shapes:  # 3
@@ -130,7 +130,7 @@ def for_turns(
     claiming = (
         claims if found or ways or len(impatient) > len(asking) else min(len(fitting), claims)
     )
-    count = claiming + 1 + max(len(_having(name, draft)) for name in fitting)
+    count = claiming + 1 + max(len(having(name, draft)) for name in fitting)
     for shape in rooms.shapes:  # 3
         found.update(rooms.roomiest(shape, room_on, count))
     crowded = _crowded(
@@ -154,7 +154,7 @@ def _crowded(
     granules = {shape.granule_bytes for shape in draft.rooms.shapes}
     alike, found = dict[tuple[object, ...], bool](), list[Model]()
     for model in models:
-        if _having(model.name, draft):
+        if having(model.name, draft):
             has = _has_places(model, workers, draft, room_on, count)
         else:
             needs = (draft.needs.of(model, size) for size in sorted(granules))
@@ -173,10 +173,10 @@ def _has_places(
     """Whether on so many workers at least there is room for a model."""
     if len(workers) < count:
         return False
-    having, pools = _having(model.name, draft), dict[Shape, bool]()
+    there, pools = having(model.name, draft), dict[Shape, bool]()
     for worker_id in workers:
         slot = draft.rooms.slots.find(worker_id)
-        if slot is None or slot.shape is None or worker_id in having:
+        if slot is None or slot.shape is None or worker_id in there:
             continue
         if slot.shape not in pools:
             pools[slot.shape] = slot.shape.pool_holds(model)
@@ -203,7 +203,7 @@ def _has_free_room(model: Model, worker_id: WorkerId, draft: Draft) -> bool:
     return slot.free_bytes >= draft.needs.of(model, slot.shape.granule_bytes)
 
 
-def _having(model: ModelName, draft: Draft) -> frozenset[WorkerId]:
+def having(model: ModelName, draft: Draft) -> frozenset[WorkerId]:
     """Workers with an instance of a model that starts or serves."""
     active = (one for one in draft.instances_of(model) if one.state in STARTING | SERVING)
     return frozenset(placement.worker_id for one in active for placement in one.placements)

@@ -173,7 +173,7 @@ class Tries:
     @property
     def _is_full(self) -> bool:
         """Rule 8."""
-        return len(self.orders) >= self._rules.starts_at_once
+        return len(self.orders) >= self._facts.most_starts(self._rules)
 
     def _begin(
         self,

@@ -3,7 +3,7 @@ sent long ago.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -13,9 +13,10 @@ from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.focus import EARLY_S, Dues, Visited
 from pilotlight.policy.control.holds import (
+    Essence,
     PartFetch,
-    StageHold,
     disagreement,
+    essences_of,
     fetches_of,
     members_of,
     reached_at,
@@ -29,11 +30,12 @@ from pilotlight.policy.ids import Digest, NodeId, WorkerId
 from pilotlight.policy.instance import BRINGING
 from pilotlight.policy.model import Model
 from pilotlight.policy.multicast import chains_of
-from pilotlight.policy.plan import Placement
+from pilotlight.policy.plan import Instance, Placement
 
 Key = TypeVar("Key", bound=str)
 Message = TypeVar("Message")
-Essence = tuple[object, ...]
+Said = tuple[object, ...]
+"""What makes a message another one than that before."""
 NO_UPSTREAMS: Mapping[NodeId, tuple[NodeId, ...]] = {}
 
 
@@ -69,23 +71,22 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     late_s = facts.now_s - rules.repeat_s if repeats else -math.inf
 
     def fetches(node_id: NodeId) -> NodeTold:
-        here = {
-            one.instance.digest for one in books.on_node(node_id) if one.instance.state in BRINGING
-        }
+        here = {one.instance.digest for one in books.bringing_on(node_id)}
         upstreams = {
             (node_id, one): chains[one].upstreams.get(node_id, ()) for one in here if one in chains
         }
         return NodeTold(node_id=node_id, fetches=fetches_of(node_id, books, upstreams))
 
-    to_nodes = _Receivers[NodeId, NodeTold](memory.told_nodes, index.nodes_due, facts.now_s)
+    to_nodes = _Receivers[NodeId, NodeTold](
+        memory.told_nodes, index.nodes_due, facts.now_s, facts.told_nodes
+    )
     for node_id in sorted(nodes | rechained):
         if node_id in facts.nodes or node_id in books.by_node:
-            fetched = fetches(node_id)
-            to_nodes.look(node_id, fetched, _essence(fetched.fetches), disputed=False)
+            to_nodes.look(node_id, fetches, _said(fetches(node_id).fetches), disputed=False)
         else:
             to_nodes.forget(node_id)
     to_workers = _Receivers[WorkerId, WorkerTold](
-        memory.told_workers, index.workers_due, facts.now_s
+        memory.told_workers, index.workers_due, facts.now_s, facts.told_workers
     )
     # Each stage of a group connects to the one behind it: what one reports concerns the others.
     workers |= {
@@ -93,19 +94,23 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         for instance_id in draft.seen(look.instances)
         for one in members_of(books.records[instance_id].instance)
     }
+
+    def holds(worker_id: WorkerId) -> WorkerTold:
+        return WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
+
     for worker_id in sorted(workers):
         if worker_id in facts.workers or worker_id in books.by_worker:
-            held = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
-            disputed = _is_disputed(worker_id, held.holds, draft, memory)
-            to_workers.look(worker_id, held, _reached(held.holds, facts), disputed=disputed)
+            wanted = essences_of(worker_id, books)
+            disputed = _is_disputed(worker_id, [one for one, _ in wanted], draft, memory)
+            to_workers.look(worker_id, holds, _reached(wanted, facts), disputed=disputed)
         else:
             to_workers.forget(worker_id)
     for node_id in to_nodes.late(late_s, rules.repeat_limit):
         fetched = fetches(node_id)
-        to_nodes.again(node_id, fetched, _essence(fetched.fetches))
+        to_nodes.again(node_id, fetched, _said(fetched.fetches))
     for worker_id in to_workers.late(late_s, rules.repeat_limit):
-        held = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, books))
-        to_workers.again(worker_id, held, _reached(held.holds, facts))
+        said = _reached(essences_of(worker_id, books), facts)
+        to_workers.again(worker_id, holds(worker_id), said)
     return Telling(
         tell=Holds(nodes=tuple(to_nodes.tell), workers=tuple(to_workers.tell)),
         repeat=Holds(nodes=tuple(to_nodes.repeat), workers=tuple(to_workers.repeat)),
@@ -119,61 +124,76 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     )
 
 
-def _essence(orders: Iterable[StageHold] | Iterable[PartFetch]) -> Essence:
+def _said(orders: Iterable[PartFetch]) -> Said:
     return tuple(one.essence for one in orders)
 
 
-def _reached(holds: Iterable[StageHold], facts: ControlFacts) -> Essence:
+def _reached(wanted: Iterable[tuple[Essence, Instance]], facts: ControlFacts) -> Said:
     """With the addresses of groups: a worker that learns of one can join its stage at once."""
     return tuple(
         (
-            *one.essence,
+            *one,
             *(
                 reached_at(each, facts.nodes, facts.workers, one.instance_id)
-                for each in one.members
+                for each in members_of(instance)
             ),
         )
-        for one in holds
+        for one, instance in wanted
     )
 
 
 class _Receivers(Generic[Key, Message]):
     """Those of one kind, workers or nodes."""
 
-    def __init__(self, told: Table[Key, Told], dues: Dues[Key], now_s: float) -> None:
+    def __init__(
+        self,
+        told: Table[Key, Told],
+        dues: Dues[Key],
+        now_s: float,
+        since: Mapping[Key, Told],
+    ) -> None:
+        """``since``: what was sent after the last tick."""
         self.tell: list[Message] = []
         self.repeat: list[Message] = []
         self.visited = 0
         self._told = told
         self._dues = dues
         self._now_s = now_s
-        self._news: dict[Key, Told] = {}
+        self._news = dict(since)
         self._gone: set[Key] = set()
 
-    def look(self, key: Key, message: Message, essence: Essence, *, disputed: bool) -> None:
+    def look(
+        self, key: Key, message: Callable[[Key], Message], said: Said, *, disputed: bool
+    ) -> None:
         """Tell a receiver whose hold is another one, or whose report says that it did not hear of
         it.
+
+        Args:
+            key: The receiver.
+            message: What it is to be told; mostly it was.
+            said: The same in short.
+            disputed: Its report contradicts it.
         """
         self.visited += 1
-        before = self._told.find(key)
-        if before is None or before.essence != essence:
-            self.tell.append(message)
+        before = self._news.get(key) or self._told.find(key)
+        if before is None or before.essence != said:
+            self.tell.append(message(key))
         elif disputed:
-            self.repeat.append(message)
+            self.repeat.append(message(key))
         else:
             return
-        self._news[key] = Told(essence=essence, at_s=self._now_s)
+        self._news[key] = Told(essence=said, at_s=self._now_s)
 
     def late(self, late_s: float, limit: int) -> list[Key]:
         """Some of those that were told no later than this, and not now."""
         found = self._dues.until(late_s, limit + len(self._news) + len(self._gone))
         return [key for key in found if key not in self._news and key not in self._gone][:limit]
 
-    def again(self, key: Key, message: Message, essence: Essence) -> None:
+    def again(self, key: Key, message: Message, said: Said) -> None:
         """Repeat what a receiver is to hold."""
         self.visited += 1
         self.repeat.append(message)
-        self._news[key] = Told(essence=essence, at_s=self._now_s)
+        self._news[key] = Told(essence=said, at_s=self._now_s)
 
     def forget(self, key: Key) -> None:
         """It is gone, and nothing is placed there."""
@@ -187,15 +207,15 @@ class _Receivers(Generic[Key, Message]):
     @property
     def dues(self) -> Dues[Key]:
         """When each was told."""
-        return self._dues.put(
-            dict.fromkeys(self._news, self._now_s) | dict.fromkeys(self._gone, math.inf)
-        )
+        told = {key: one.at_s for key, one in self._news.items()}
+        return self._dues.put(told | dict.fromkeys(self._gone, math.inf))
 
 
 def _is_disputed(
-    worker_id: WorkerId, holds: tuple[StageHold, ...], draft: Draft, memory: Memory
+    worker_id: WorkerId, holds: Sequence[Essence], draft: Draft, memory: Memory
 ) -> bool:
-    told, view = memory.told_workers.find(worker_id), draft.facts.workers.get(worker_id)
+    told = draft.facts.told_workers.get(worker_id) or memory.told_workers.find(worker_id)
+    view = draft.facts.workers.get(worker_id)
     if told is None or view is None or view.heard_s - told.at_s <= draft.rules.disagrees_again_s:
         return False
     return disagreement(holds, view) is not None
@@ -232,18 +252,11 @@ def _chained(
 
 def _digests_at(node_id: NodeId, draft: Draft, index: Index) -> Iterable[Digest]:
     """Models in whose chains a node may be, or may have been."""
-    if not index.chains and not draft.books.by_node.get(node_id):
-        return
-    yield from (
-        digest
-        for digest in index.copies.of(node_id) | draft.copies.of(node_id)
-        if digest in index.chains
-    )
-    yield from (
-        one.instance.digest
-        for one in draft.books.on_node(node_id)
-        if one.instance.state in BRINGING
-    )
+    chains = index.chains
+    for copies in (index.copies.of(node_id), draft.copies.of(node_id)) if chains else ():
+        # A node has hundreds of copies, and few models start anywhere.
+        yield from (digest for digest in chains if digest in copies)
+    yield from (one.instance.digest for one in draft.books.bringing_on(node_id))
 
 
 def _planned(

@@ -109,7 +109,7 @@ class LargeCluster:
             worker_id = ids[index * len(ids) // size.instances]
             one = self._instance(of, f"i{index:05}", worker_id)
             records.append(Record(instance=one, model=of, seen_on=frozenset({worker_id})))
-            self.hear(worker_id, _stage(one, in_flight=index % 2))
+            self._hear_of(worker_id, _stage(one, in_flight=index % 2))
         self.books = Books().put(*records)
         for _ in range(2):
             self.carry_out(self.tick(None))
@@ -154,7 +154,8 @@ class LargeCluster:
         """The request of an instance has ended, or another has come."""
         record = self._record(index)
         busy = record.instance.in_flight > 0
-        return self.hear(record.instance.lead, _stage(record.instance, in_flight=0 if busy else 1))
+        stage = _stage(record.instance, in_flight=0 if busy else 1)
+        return self._hear_of(record.instance.lead, stage)
 
     def report_all(self) -> Focus:
         """All workers and nodes report what they did before."""
@@ -248,7 +249,7 @@ class LargeCluster:
             )
             self.books = self.books.put(replace(record, instance=one))
             self.models[one.model] = replace(self.models[one.model], pinned=not is_busy)
-            self.hear(one.lead, _stage(one, in_flight=one.in_flight))
+            self._hear_of(one.lead, _stage(one, in_flight=one.in_flight))
         for _ in range(2):
             self.carry_out(self.tick(None))
 
@@ -257,6 +258,14 @@ class LargeCluster:
         one = copy(self)
         one.workers, one.nodes, one.models = dict(self.workers), dict(self.nodes), dict(self.models)
         return one
+
+    def _hear_of(self, worker_id: WorkerId, stage: HeldStage) -> Focus:
+        """A worker reports one stage otherwise, or anew, and all others as they were."""
+        view = self.workers[worker_id]
+        aged_s = self.now_s - view.heard_s
+        held = {one.instance_id: one for one in view.facts_at(view.facts_s + aged_s).held}
+        held[stage.instance_id] = stage
+        return self.hear(worker_id, *held.values())
 
     def _judge(self, worker_id: WorkerId, **changes: Any) -> Focus:
         """A worker reports, or is said to be otherwise."""

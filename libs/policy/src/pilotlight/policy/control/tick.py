@@ -36,19 +36,19 @@ from pilotlight.policy.control.growing import plan_growth
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.line import looked_at
 from pilotlight.policy.control.look import Look, instances_due, models_due
-from pilotlight.policy.control.plan import NO_ROOM, ControlFacts, ControlRules, Memory, Plan
+from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import reconcile, retargeted
 from pilotlight.policy.control.repairing import Spares, with_repairs
-from pilotlight.policy.control.shortlist import for_start, for_turns
+from pilotlight.policy.control.shortlist import for_start
 from pilotlight.policy.control.starts import Tries
 from pilotlight.policy.control.telling import telling
+from pilotlight.policy.control.turning import turns_of
 from pilotlight.policy.drain import DrainPlan, plan_drain, staying
 from pilotlight.policy.ids import InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import SERVING, STARTING
 from pilotlight.policy.request import Demand
-from pilotlight.policy.scaling import Drain, Start, plan_scaling
+from pilotlight.policy.scaling import Drain, plan_scaling
 from pilotlight.policy.targets import plan_targets
-from pilotlight.policy.turns import TurnPlan, plan_turns
 
 EVICTED = "an operator evicts the model"
 
@@ -78,8 +78,7 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
     if deaf or not has_learned(facts, draft.books, rules):  # 2
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
-        draft.hear(look.workers, look.nodes)
-        draft.follow_fetches(look.instances, look.nodes)
+        draft.hear(look.workers, look.nodes, look.instances)
         plan = replace(_decided(look, draft, memory, asked), books=used.settled(), changes=changes)
     return replace(plan, visited=replace(plan.visited, instances=len(records)))
 
@@ -116,7 +115,7 @@ def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelNam
     } | dict(scaled.surplus_since_s)
     draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
-    turns, places = _turns(starts, draft, demand, memory)  # 7
+    turns, places = turns_of(starts, draft, demand, memory)  # 7
     draft.drain(turns.drains)
     tries = Tries(
         facts, memory, rules, waited_for | starts.keys() | asked, partial(choose_among, draft=draft)
@@ -236,28 +235,6 @@ def _emptied(draft: Draft) -> DrainPlan:
         for one in for_start(models[name], draft, rules.placement, count=1)
     }
     return plan_drain(draft.slice(leaving, workers, demand=draft.facts.demand), rules)
-
-
-def _turns(
-    starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory
-) -> tuple[TurnPlan, int]:
-    """The models that may start, and the instances that make room; how many workers were compared
-    for that.
-    """
-    if not starts and not demand:
-        return TurnPlan(), 0
-    rules = draft.rules.turns
-    backing = ((model, memory.backing.get(model)) for model in starts)
-    blocked = frozenset(model for model, one in backing if one is not None and one.code != NO_ROOM)
-    workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
-    books = draft.books
-    present = {
-        books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())
-    }
-    models = {*starts, *(one.model for one in demand), *present}
-    return plan_turns(
-        staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked
-    ), len(workers)
 
 
 def _with_wanted(

@@ -1,0 +1,38 @@
+"""Many rows in one statement: they travel as one JSON document, so a row costs its encoding and no
+round trip.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Column, Insert, Table, Text, bindparam, cast, func, select
+from sqlalchemy import insert as insert_into
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.sql.selectable import TableValuedAlias
+
+Row = Mapping[str, object]
+
+
+def document(rows: Sequence[Row]) -> dict[str, str]:
+    """The parameter of a statement over ``given``."""
+    return {"rows": msgspec.json.encode(rows).decode()}
+
+
+def columns(table: Table, *names: str) -> list[Column[Any]]:
+    """Columns of a document's rows, of the types that they have in a table."""
+    return [Column(name, table.c[name].type) for name in names]
+
+
+def given(*named: Column[Any]) -> TableValuedAlias:
+    """The document's rows, in their order."""
+    rows = cast(bindparam("rows", type_=Text), JSONB)
+    valued = func.jsonb_to_recordset(rows).table_valued(*named)
+    return valued.render_derived(name="given", with_types=True)
+
+
+def inserted(table: Table, names: Sequence[str], **values: Any) -> Insert:
+    """Insert the document's rows, and the same values for each of them."""
+    rows = given(*columns(table, *names))
+    selected = (*(rows.c[name] for name in names), *values.values())
+    return insert_into(table).from_select([*names, *values], select(*selected).select_from(rows))
