@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine import extension
@@ -17,7 +18,7 @@ from pilotlight.engine.device.copying import Source
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
-from pilotlight.engine.kv_moves import adopt, export
+from pilotlight.engine.kv_moves import adopt, export, shared
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.entering import enter
 from pilotlight.engine.pipeline_protocol import StageStep
@@ -148,10 +149,9 @@ class Engine:
     ) -> PlacedPart:
         """Copies one part out of the given buffers.
 
-        The last part makes the stage ready; until then a device may read pinned buffers.
-
-        While no request waits for the stage, its parts give way to the batches of the others; those
-        of a stage that grows, to its own.
+        The last part makes the stage ready; until then a device may read pinned buffers. While no
+        request waits for it, its parts give way to others' batches; those of one that grows, to its
+        own.
 
         Raises:
             BadCheckpoint: the tensors are not those that the architecture has in this part. The
@@ -225,12 +225,9 @@ class Engine:
 
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
         """Begins to give a stage more layers at either end, while it runs; parts follow by
-        ``place_part``.
+        ``place_part``, and a later step says that it has grown (``extension``).
 
-        A stage that leads a pipeline takes KV over from the stages behind, and runs its old range
-        meanwhile. One that follows runs its old range until the pipeline ends. A later step says
-        that the stage has grown: of one that follows, that all parts are in place. ``device_bytes``
-        is what it has from now on.
+        ``device_bytes`` is what it has from now on.
 
         Raises:
             UnknownInstance: it is not held.
@@ -250,13 +247,11 @@ class Engine:
     def connect(
         self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True
     ) -> None:
-        """Makes a stage one of a pipeline. The one that begins the model leads, when all have
-        answered.
+        """Makes a stage one of a pipeline; the first one leads, when all have answered.
 
         Args:
             instance_id: the stage; parts may be missing.
-            before: from the stage before, of the first stage from the last. The stage owns both
-                channels from now on.
+            before: from the stage before, of the first stage from the last. The stage owns both.
             behind: to the next stage; for the last stage, to the first.
             vouched: its parts are in place, and were whole; else ``vouch`` says so later.
 
@@ -312,7 +307,7 @@ class Engine:
             output_ids: what another engine sampled already: positions go on after them.
             sampling: of tokens.
             deadline_s: on the engine's clock; a step after it ends it with ``deadline_exceeded``.
-            pieces: what ``export_kv`` gave of it, of all layers; what they lack is computed here.
+            pieces: what other engines had of it, of all layers; what they lack is computed here.
             vocabulary: the model's; a grammar needs it.
             share: its tenant's, of the turns.
             promise: of its model's SLO, from now on.
@@ -353,7 +348,7 @@ class Engine:
             raise
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
-        """Cancels a request; nothing, if it has ended, maybe while the abort was on its way."""
+        """Cancels a request; nothing, if it has ended."""
         if found := self._stages.find(RequestKey(request_id, attempt)):
             resident, request = found
             self._ended.append(resident.cancel(request))
@@ -363,6 +358,13 @@ class Engine:
     ) -> tuple[KvPiece, ...]:
         """As ``kv_moves.export``, of an instance that is held; ``UnknownInstance`` if not."""
         return export(self._stages.held(instance_id), keys, layers, since)
+
+    def shared_kv(
+        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int
+    ) -> tuple[Stage, Tensor] | None:
+        """As ``kv_moves.shared``; None also of an instance that is not held."""
+        resident = self._stages.get(instance_id)
+        return shared(resident, token_ids, layer) if resident is not None else None
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
         """Lets a request go that goes on elsewhere, silently; ``BadRequest`` if it is not here."""
@@ -379,9 +381,7 @@ class Engine:
             wait_for_any(self.channels, timeout_s)
 
     def step(self) -> StepResult:
-        """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what
-        ended since the last step.
-        """
+        """Ends what is overdue, runs one batch of the stage whose turn it is, says what ended."""
         start_s = self._monotonic_s()
         self._grammars.pump()
         produced, self._ended = self._ended, []

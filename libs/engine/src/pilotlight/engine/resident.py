@@ -101,10 +101,10 @@ class ResidentStage:
         self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
-        tables = BlockTables(
+        self.tables = BlockTables(
             BlockPool(self.num_blocks), instance_id, prefix_cache=limits.prefix_cache
         )
-        self.scheduler = BatchScheduler(tables, limits, whole_prompts=spec.encoder is not None)
+        self.scheduler = BatchScheduler(self.tables, limits, whole_prompts=spec.encoder is not None)
         self._has_sampled = False
         self._under_way: UnderWay | None = None
         self._launched: LaunchedStep | None = None

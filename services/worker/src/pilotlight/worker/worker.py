@@ -17,9 +17,7 @@ from pilotlight.common.errors import (
 from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
-    KvExported,
     Prefilled,
-    RequestReleased,
     SpareReady,
     StageFailed,
     StageLoaded,
@@ -317,14 +315,7 @@ class Worker:
                     self.artifacts.on_graphs(event)
             case EngineDied():
                 self._on_death(event)
-            case (
-                EngineUp()
-                | StepDone()
-                | SpareReady()
-                | EngineFault()
-                | KvExported()
-                | RequestReleased()
-            ):
+            case EngineUp() | StepDone() | SpareReady() | EngineFault():
                 pass
 
     def _on_begun(self, instance_id: InstanceId) -> None:

@@ -62,6 +62,9 @@ class Submit(Message, frozen=True, kw_only=True):
     """Its tenant's, of the engine's turns."""
     promise: Promise = NO_PROMISE
     """What its model's SLO says, from now on; a release that does not know it gives none."""
+    moved_from: InstanceId | None = None
+    """The instance at which the attempt before ran: its engine may have keys and values of these
+    tokens still. None: there was none, or the gateway's release does not say."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):
