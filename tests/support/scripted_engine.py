@@ -122,6 +122,7 @@ class ScriptedEngine:
         vocabulary: Any,
         share: Any,
         promise: Any,
+        pieces: Any = (),
     ) -> None:
         self.deadlines[request_id] = deadline_s
         if instance_id not in self.expected:

@@ -147,6 +147,8 @@ class KvSharing:
     def _ask_all(self) -> None:
         while True:
             run, sent_s = self._wanted.get()
+            if self._asked.get(_key_of(run)) is not run:
+                continue  # It was called off.
             pieces: tuple[KvPiece, ...] = ()
             began_s = self._monotonic_s()
             try:
