@@ -76,7 +76,7 @@ def wrong_with(system: GroupSystem, schedule: Schedule, requests: list[Running])
 async def go_through(system: GroupSystem, schedule: Schedule) -> Gone:
     """One schedule."""
     began_s = time.monotonic()
-    moved_before = system.requests_moved()
+    moved_before, with_kv_before = system.requests_moved(), system.kv_came()
     model = system.new_name("group")
     system.ttft_ms, system.max_instances = schedule.ttft_ms, schedule.instances
     await system.register(model)
@@ -100,6 +100,7 @@ async def go_through(system: GroupSystem, schedule: Schedule) -> Gone:
         requests=len(requests),
         ended_before=done,
         moved=system.requests_moved() - moved_before,
+        with_kv=system.kv_came() - with_kv_before,
         took_s=time.monotonic() - began_s,
         problems=tuple(problems),
     )
@@ -158,6 +159,7 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
         requests=2,
         ended_before=0,
         moved=1,
+        with_kv=1,
         took_s=10.0,
         problems=("lost",),
     )

@@ -22,6 +22,8 @@ class Gone:
     """As many of them had ended when it happened."""
     moved: int
     """Requests that gateways had go on at an instance that the group became."""
+    with_kv: int
+    """As many of them brought keys and values along."""
     took_s: float
     problems: tuple[str, ...]
     """What went wrong."""
@@ -29,7 +31,7 @@ class Gone:
     def __str__(self) -> str:
         return (
             f"{self.schedule}; {self.stages} stages, {self.ended_before} of {self.requests} requests "
-            f"had ended, {self.moved} moved, {self.took_s:.1f} s"
+            f"had ended, {self.moved} moved, {self.with_kv} with KV, {self.took_s:.1f} s"
         )
 
     def line(self) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class Gone:
             "requests": self.requests,
             "ended_before": self.ended_before,
             "moved": self.moved,
+            "with_kv": self.with_kv,
             "took_s": round(self.took_s, 1),
             "problems": list(self.problems),
         }

@@ -1,7 +1,5 @@
 """A system of several nodes on this machine, whose starts share workers."""
 
-import contextlib
-import json
 import shutil
 from typing import Any
 
@@ -105,13 +103,11 @@ class GroupSystem(ChaosSystem):
 
     def requests_moved(self) -> int:
         """Requests that gateways had go on at instances that groups became, by their logs."""
-        moved = 0
-        for path in self.home.logs.glob("gateway*.log"):
-            for line in path.read_text(errors="replace").splitlines():
-                if "requests_spread" in line:
-                    with contextlib.suppress(json.JSONDecodeError):
-                        moved += json.loads(line)["requests"]
-        return moved
+        return sum(one["requests"] for one in self.logged("gateway*.log", "requests_spread"))
+
+    def kv_came(self) -> int:
+        """As many of them brought keys and values along, by their engines' logs."""
+        return sum(1 for _ in self.logged("engine-*.log", "kv_came"))
 
     async def untidy(self) -> str | None:
         """What is not as in a system that holds no model; None: nothing."""

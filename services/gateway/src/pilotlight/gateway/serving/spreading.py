@@ -2,7 +2,8 @@
 
 They ran where the group's lead is. Each gateway looks after its own: when it first sees an instance
 that was a stage of the group, it has some of them go on elsewhere, from the tokens that they have
-(``policy.spreading``). Which instance takes each is the router's choice, as for any other request.
+(``policy.spreading``). Their submits say where they ran: the engine there is asked for their keys
+and values. Which instance takes each is the router's choice, as for any other request.
 """
 
 import structlog
