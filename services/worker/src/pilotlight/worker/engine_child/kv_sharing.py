@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from pilotlight.common.handshake import Identity
-from pilotlight.common.ids import new_id
 from pilotlight.common.messages.engine import Run
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.errors import EngineError, PeerSilent
+from pilotlight.engine.faults import context_lost
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
@@ -187,7 +187,7 @@ class KvSharing:
             (at.host, at.port),
             me,
             at.node_id,
-            f"{ABOUT}{new_id()}",
+            f"{ABOUT}{run.request_id}/{run.attempt}",
             self._monotonic_s,
             left_s(),
         )
@@ -211,7 +211,10 @@ class KvSharing:
         ).start()
 
     def look(self, engine: SharingEngine) -> None:
-        """Find what one of those that ask wants to know, if one does."""
+        """Find what one of those that ask wants to know, if one does.
+
+        Raises what the engine raises after which its process is not to be trusted.
+        """
         try:
             look = self._looks.get_nowait()
         except Empty:
@@ -221,6 +224,10 @@ class KvSharing:
         found = None
         try:
             found = engine.shared_kv(look.asked.instance_id, look.asked.token_ids, look.layer)
+        except Exception as error:
+            if context_lost(error):
+                raise
+            log.error("KV cannot be read", action="kv_not_given", exc_info=error)
         finally:
             look.found.put(found)
 
