@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,9 +88,11 @@ async def go_through(system: GroupSystem, schedule: Schedule) -> Gone:
     async with befalling(system, model, schedule, stages, requests):
         late = await ended(requests, END_DEADLINE_S)
     problems = [f"{one.ask.name} has not ended: {one.answer}" for one in late]
+    decided: Counter[str] = Counter()
     problems += wrong_with(system, schedule, [one for one in requests if one not in late])
     try:
         await until(lambda: system.astray(model), TIDY_DEADLINE_S, "what serves")
+        decided = await system.decided(model)
         await system.forget(model)
         await until(system.untidy, TIDY_DEADLINE_S, "what is left behind")
     except AssertionError as error:
@@ -101,6 +104,8 @@ async def go_through(system: GroupSystem, schedule: Schedule) -> Gone:
         ended_before=done,
         moved=system.requests_moved() - moved_before,
         with_kv=system.kv_came() - with_kv_before,
+        starts=decided["cold_start"],
+        repairs=decided["repair"],
         took_s=time.monotonic() - began_s,
         problems=tuple(problems),
     )
@@ -160,6 +165,8 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
         ended_before=0,
         moved=1,
         with_kv=1,
+        starts=1,
+        repairs=0,
         took_s=10.0,
         problems=("lost",),
     )

@@ -24,6 +24,10 @@ class Gone:
     """Requests that gateways had go on at an instance that the group became."""
     with_kv: int
     """As many of them brought keys and values along."""
+    starts: int
+    """Of the model; more than one: its group was replaced, or had nothing left to serve."""
+    repairs: int
+    """Stages that another worker brought."""
     took_s: float
     problems: tuple[str, ...]
     """What went wrong."""
@@ -31,7 +35,8 @@ class Gone:
     def __str__(self) -> str:
         return (
             f"{self.schedule}; {self.stages} stages, {self.ended_before} of {self.requests} requests "
-            f"had ended, {self.moved} moved, {self.with_kv} with KV, {self.took_s:.1f} s"
+            f"had ended, {self.moved} moved, {self.with_kv} with KV, {self.starts} starts, "
+            f"{self.repairs} repairs, {self.took_s:.1f} s"
         )
 
     def line(self) -> dict[str, Any]:
@@ -49,6 +54,8 @@ class Gone:
             "ended_before": self.ended_before,
             "moved": self.moved,
             "with_kv": self.with_kv,
+            "starts": self.starts,
+            "repairs": self.repairs,
             "took_s": round(self.took_s, 1),
             "problems": list(self.problems),
         }

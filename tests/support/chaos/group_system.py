@@ -1,6 +1,7 @@
 """A system of several nodes on this machine, whose starts share workers."""
 
 import shutil
+from collections import Counter
 from typing import Any
 
 import httpx2
@@ -108,6 +109,12 @@ class GroupSystem(ChaosSystem):
     def kv_came(self) -> int:
         """As many of them brought keys and values along, by their engines' logs."""
         return sum(1 for _ in self.logged("engine-*.log", "kv_came"))
+
+    async def decided(self, model: str) -> Counter[str]:
+        """Decisions on a model, by their kinds."""
+        answer = await self.admin("GET", f"/decisions?model={model}")
+        assert answer.status_code == 200, answer.text
+        return Counter(one["kind"] for one in answer.json()["decisions"])
 
     async def untidy(self) -> str | None:
         """What is not as in a system that holds no model; None: nothing."""
