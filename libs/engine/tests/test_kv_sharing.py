@@ -160,7 +160,7 @@ def test_what_was_computed_is_not_computed_again(checkpoint, driver, prompts):
 def test_what_is_given_to_others_meanwhile_is_found_no_more(checkpoint, driver, prompts):
     """Later layers have less of it, or nothing: that much is computed."""
     model = checkpoint("llama", 1)
-    alone = driver(BatchLimits(step_tokens=64))
+    alone = driver(BatchLimits(step_tokens=64, running=8))
     alone.load(model, INSTANCE, kv_tokens=128)
     source, target = MemoryPipeline([alone], random.Random(0)), whole(driver, model)
     prompt = list(range(1, 70))
