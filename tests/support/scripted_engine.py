@@ -72,6 +72,8 @@ class ScriptedEngine:
         device_bytes: int,
         slot: int | None = None,
         plan: Any = None,
+        *,
+        may_grow: bool = False,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error

@@ -119,6 +119,8 @@ class Engine:
         device_bytes: int,
         slot: int | None = None,
         plan: GraphPlan | None = None,
+        *,
+        may_grow: bool = False,
     ) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
 
@@ -130,6 +132,7 @@ class Engine:
             device_bytes: for its parameters and KV.
             slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
             plan: see ``compute_on``.
+            may_grow: see ``room.divide``.
 
         Raises:
             UnsupportedModel: no decoder runs it.
@@ -138,10 +141,8 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        resident = ResidentStage(
-            instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
-        )
-        self._stages[instance_id] = resident
+        given = instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
+        self._stages[instance_id] = resident = ResidentStage(*given, may_grow=may_grow)
         return resident.room
 
     def place_part(
@@ -224,10 +225,8 @@ class Engine:
         return resize(self._stages.held(instance_id), device_bytes, ended, target_bytes)
 
     def extend(self, instance_id: InstanceId, stage: Stage, device_bytes: int) -> StageRoom:
-        """Begins to give a stage more layers at either end, while it runs; parts follow by
+        """Begins to give a stage more layers, and these bytes, while it runs; parts follow by
         ``place_part``, and a later step says that it has grown (``extension``).
-
-        ``device_bytes`` is what it has from now on.
 
         Raises:
             UnknownInstance: it is not held.

@@ -71,6 +71,8 @@ class ResidentStage:
         arena: Arena,
         slot: int | None = None,
         plan: GraphPlan | None = None,
+        *,
+        may_grow: bool = False,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(
@@ -89,7 +91,7 @@ class ResidentStage:
         self.pipeline: Pipeline | None = None
         self.vouched = False
         """Its parts were whole when they were copied (``Engine.vouch``)."""
-        self.room = divide(arena, decoder, stage, dtype, device_bytes)
+        self.room = divide(arena, decoder, stage, dtype, device_bytes, may_grow=may_grow)
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
         self.parameters = Parameters(self.memory)
         try:

@@ -40,6 +40,9 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     model: Model
     stage: Stage
     device_bytes: int
+    may_grow: bool = False
+    """The bytes are those of the whole model, which a stage of a group is to become in them: it has
+    no more KV than that will have."""
     pool_path: str
     artifact: bytes = b""
     """The manifest of the artifact that the stage is restored from, as it was signed; empty: there
