@@ -102,7 +102,7 @@ def kv_came(system: RunningSystem) -> int:
     """Tokens whose keys and values engines asked others for, by their logs."""
     lines = (
         line
-        for path in (system.home / "logs").glob("engine-*.log")
+        for path in (system.home / "logs").rglob("engine-*.log")
         for line in path.read_text(errors="replace").splitlines()
         if "kv_came" in line
     )

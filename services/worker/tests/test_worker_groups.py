@@ -227,7 +227,7 @@ async def following(rig: Rig) -> tuple[Hold, Held]:
     return hold, held
 
 
-@pytest.mark.parametrize("how", ["left", "dropped"])
+@pytest.mark.parametrize("how", ["left", "dropped", "failed"])
 async def test_a_stage_that_follows_drains_when_the_one_that_leads_is_through(
     make_rig: MakeRig, how: str
 ) -> None:
@@ -240,6 +240,9 @@ async def test_a_stage_that_follows_drains_when_the_one_that_leads_is_through(
     assert held.unloaded is None
     if how == "left":
         rig.worker.stages.on_pipeline_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"))
+    elif how == "failed":
+        failed = StageFailed(instance_id=INSTANCE, code="not_loaded", message="it was growing")
+        rig.worker.stages.on_load_failed(failed)
     else:
         await rig.command()
     await rig.state(None)

@@ -1,4 +1,6 @@
-"""A request that moves from one engine's process to another, which asks the first one for its KV."""
+"""A request that moves from one engine's process to another, which asks the first one for its
+KV.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Schedules of groups one after the other: the system that they share, and what is noted of them."""
+"""Schedules of groups one after the other: the system that they share, and what is noted of
+them.
+"""
 
 import json
 from contextlib import suppress

@@ -181,7 +181,7 @@ class ChaosSystem:
 
     def logged(self, files: str, action: str) -> Iterator[dict[str, Any]]:
         """Lines of an action in some logs."""
-        for path in self.home.logs.glob(files):
+        for path in self.home.logs.rglob(files):
             for line in path.read_text(errors="replace").splitlines():
                 if action in line:
                     with contextlib.suppress(json.JSONDecodeError):

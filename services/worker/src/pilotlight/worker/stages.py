@@ -180,6 +180,7 @@ class Stages:
             held.hear_grown(error)
             self._fail(held, error)
         elif held is not None and held.state is HeldState.DRAINING:
+            held.joined = False  # The engine holds it no more, and says nothing else of that.
             self._settled(event.instance_id, NotLoaded(f"its growth failed: {event.message}"))
             self._unload_if_idle(held)
 

@@ -1,9 +1,9 @@
 """Where a node listens for channels from others: a peer is let in once it has proved the cluster's
 key, and not before.
 
-Nothing goes on between calls of ``accept`` and ``guests``: connections wait in the system's queue, which is
-bounded. Within one, all that came are looked at in turns, so that none can hold up another: a peer
-that says nothing, or a byte a second, is sent away after a while.
+Nothing goes on between calls of ``accept`` and ``guests``: connections wait in the system's queue,
+which is bounded. Within one, all that came are looked at in turns, so that none can hold up
+another: a peer that says nothing, or a byte a second, is sent away after a while.
 
 ::
 
