@@ -93,37 +93,6 @@ def no_peer_comes(door, about="i"):
         door.accept(about, 0)
 
 
-def test_those_that_come_for_something_else_are_found_by_what_they_come_for(door):
-    found = []
-
-    def looks() -> None:
-        deadline_s = monotonic() + 10
-        while len(found) < 2 and monotonic() < deadline_s:
-            found.extend(door.guests("kv/"))
-            door.wait(0.01)
-
-    looking = threading.Thread(target=looks)
-    looking.start()
-    ends = [goes(door, about=about) for about in ("stage", "kv/1", "kv/2")]
-    looking.join(10)
-    assert len(found) == 2
-    assert door.guests("kv/") == (), "each is given once"
-    ends[2].send(frame(b"asks"), 1)
-    assert found[1].receive(10).header == b"asks", "they come one after the other"
-    assert door.accept("stage", 1) is not None, "who comes for a stage waits for it"
-    for one in (*ends, *found):
-        one.close()
-
-
-def test_a_door_that_is_waited_at_lets_go_when_something_else_is_there(door):
-    here, there = socket.socketpair()
-    with here, there:
-        there.send(b"x")
-        began_s = monotonic()
-        door.wait(60, here.fileno())
-        assert monotonic() - began_s < 30
-
-
 def looks_until(door, happened):
     """The door is looked after until something has happened."""
     deadline_s = monotonic() + 10

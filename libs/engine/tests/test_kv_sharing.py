@@ -171,7 +171,7 @@ def test_what_is_given_to_others_meanwhile_is_found_no_more(checkpoint, driver, 
 
     def crowd() -> None:
         number = next(crowds)
-        alone.add(f"b{number}", [90 - number, *range(1, 30)], max_tokens=2)
+        alone.add(f"b{number}", [90 - number, *range(1, 60)], max_tokens=2)
         alone.finish()
 
     pieces = pieces_of(alone.engine, "a", [*prompt, *output.token_ids], crowd)
