@@ -40,7 +40,7 @@ def test_a_step_costs_its_prompts_beside_what_every_step_costs() -> None:
 def test_a_stage_with_the_room_of_the_whole_model_may_be_that() -> None:
     one, stage = model(), Stage(0, 2)
     whole, part = stage_room(one, one.spec.whole), stage_room(one, stage)
-    assert may_be_whole(one, stage, max(whole.usual_bytes, part.usual_bytes + 1))
-    assert not may_be_whole(one, stage, part.usual_bytes), "what a stage takes"
+    assert may_be_whole(one, stage, whole.least_bytes)
+    assert not may_be_whole(one, stage, part.least_bytes), "a low-memory worker's"
     assert not may_be_whole(one, stage, whole.least_bytes - 1), "the whole has no room in that"
     assert not may_be_whole(one, one.spec.whole, whole.usual_bytes), "it is that already"

@@ -242,16 +242,16 @@ def stage_room(model: Model, stage: Stage, granule_bytes: int = 1) -> StageRoom:
 
 
 def may_be_whole(model: Model, stage: Stage, device_bytes: int) -> bool:
-    """A stage was granted more than a stage takes, so that it can become the whole model in that.
+    """A stage was granted what the whole model needs at least: a full-memory worker's (ParaServe,
+    section 4.1).
 
     Args:
         model: Its model.
         stage: What it has.
         device_bytes: What it was granted.
     """
-    least_bytes = stage_room(model, model.spec.whole).least_bytes
-    usual_bytes = stage_room(model, stage).usual_bytes
-    return stage != model.spec.whole and device_bytes >= max(least_bytes, usual_bytes + 1)
+    whole = model.spec.whole
+    return stage != whole and device_bytes >= stage_room(model, whole).least_bytes
 
 
 def estimate_for(
