@@ -70,8 +70,8 @@ OPERATIONS_PER_BYTE: Mapping[DeviceKind, float] = {
 """Operations of a long prompt in the time in which the device reads one byte of its memory."""
 
 LONG_PROMPT_TOKENS = 128
-"""From here on a prompt shows how fast a device computes; a shorter one what a step takes anyway, of
-which a rate would say that long prompts take for ever.
+"""From here on a prompt shows how fast a device computes; a shorter one what a step takes anyway,
+of which a rate would say that long prompts take for ever.
 """
 
 
