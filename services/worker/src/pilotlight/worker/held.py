@@ -95,6 +95,8 @@ class Held:
     """Its engine died."""
     joined: bool = False
     """It is one of a pipeline."""
+    behind: bool = False
+    """In its last pipeline another stage led, whatever it has grown to since."""
     loan: StageLoan = field(default_factory=StageLoan)
     start_device_s: float = 0.0
     """What its load had of the device, once it is over."""
@@ -114,7 +116,11 @@ class Held:
     @property
     def follows(self) -> bool:
         """Another stage of its pipeline has the requests, and may want it for them."""
-        return self.joined and self.hold.stage.start > 0
+        return self.joined and self.behind
+
+    def join(self) -> None:
+        """It is one of a pipeline from now on."""
+        self.joined, self.behind = True, self.hold.stage.start > 0
 
     def renew(self, hold: Hold) -> None:
         """It is held as before, and more is known of its group.

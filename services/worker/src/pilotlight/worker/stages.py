@@ -196,7 +196,7 @@ class Stages:
     def on_joined(self, event: StageConnected) -> None:
         """A stage is one of a pipeline."""
         if (held := self.held.get(event.instance_id)) is not None:
-            held.joined = True
+            held.join()
 
     def on_pipeline_left(self, event: PipelineLeft) -> None:
         """A stage is in no pipeline any more, and serves nothing until it is joined again; one that

@@ -153,6 +153,8 @@ class KvSharing:
             began_s = self._monotonic_s()
             try:
                 pieces = self._ask(run, sent_s + ASK_S)
+                if not pieces:
+                    log.info("no KV is there", action="kv_missed", request_id=run.request_id)
             except (EngineError, OSError) as error:
                 log.info(
                     "no KV comes", action="kv_missed", request_id=run.request_id, why=str(error)
