@@ -47,7 +47,9 @@ class Spreader:
             for one in self._relay.attempts
             if one.instance_id in family and one.accepted and one.finish is None
         }
-        leaving = spread(map(_running, attempts.values()), lead, others)
+        shared = spread(map(_running, attempts.values()), lead, others)
+        # Two instances may come at one moment: those that leave for the first one have not yet.
+        leaving = [one for one in shared if attempts[one].error is None]
         for request_id in leaving:
             attempts[request_id].fail(
                 NotLoaded(f"workers of {lead} have become instances: it goes on at one of them")
