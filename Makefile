@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-materialize fuzz-bodies
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-materialize fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -40,6 +40,10 @@ test-e2e:  ## every other test on whole systems, with a part of the kill matrix,
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/chaos tests/upgrade libs/dataplane/tests -m chaos --durations=10
+
+test-chaos-groups:  ## seeded schedules of faults on groups of stages; goes on where LINES=FILE ends: SEEDS=0-199
+	@tools/bootstrap.sh dev
+	@PILOTLIGHT_CHAOS_SEEDS=$(or $(SEEDS),0-199) PILOTLIGHT_CHAOS_LINES="$(LINES)" PILOTLIGHT_CHAOS_LOG=1 $(PYTEST) tests/chaos/test_chaos_groups.py -k test_groups -m chaos
 
 test-hostile:  ## floods and other attacks on a whole system, with their figures as JSON
 	@tools/bootstrap.sh dev

@@ -41,6 +41,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             assert isinstance(counts, dict)
             TALLY.groups += counts["schedules"]
             TALLY.group_requests += counts["requests"]
+            TALLY.group_moved += counts["moved"]
         for counts in (value for name, value in report.user_properties if name == "transfers"):
             assert isinstance(counts, dict)
             TRANSFERS.take(counts)

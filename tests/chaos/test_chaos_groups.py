@@ -1,21 +1,27 @@
-"""Seeded schedules of what befalls a group of stages before, during and after its first token, and
-while one of its workers takes the model over: clients get every token once, nothing stays behind.
+"""Seeded schedules of what befalls a group of stages before, during and after its first token,
+while its workers take the model over, and when it has become one instance or several: clients get
+every token once, nothing stays behind.
 
 ``make test-chaos`` goes through 200, ``make test-e2e`` through the first 11: each event once. A
 failure names the command that runs its schedule again; ``PILOTLIGHT_CHAOS_LOG=1`` adds a line for
-each schedule.
+each schedule. ``make test-chaos-groups`` goes through the seeds that it is given, notes each in a
+file, and leaves out those that stand there: so a run goes on where it was ended.
 """
 
 import asyncio
+import json
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from chaos.checks import END_DEADLINE_S
 from chaos.clients import Running, ended, until
-from chaos.group_schedules import Event, Moment, Schedule, befalling, come, schedule_of
+from chaos.group_runs import Gone, GroupKeeper, Lines
+from chaos.group_schedules import LAST, Event, Moment, Schedule, befalling, come, schedule_of
 from chaos.group_system import TIDY_DEADLINE_S, GroupSystem
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.chaos]
@@ -46,15 +52,10 @@ def shards() -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def groups(request: pytest.FixtureRequest) -> Iterator[GroupSystem]:
-    failed_before = request.session.testsfailed
-    system = GroupSystem()
-    try:
-        asyncio.run(system.calm_down())
-        yield system
-    finally:
-        system.spoiled = request.session.testsfailed > failed_before
-        system.close()
+def groups() -> Iterator[GroupKeeper]:
+    keeper = GroupKeeper()
+    yield keeper
+    keeper.close()
 
 
 def wrong_with(system: GroupSystem, schedule: Schedule, requests: list[Running]) -> list[str]:
@@ -73,10 +74,12 @@ def wrong_with(system: GroupSystem, schedule: Schedule, requests: list[Running])
     return problems
 
 
-async def go_through(system: GroupSystem, schedule: Schedule) -> tuple[list[str], int, str]:
-    """What went wrong in one schedule, how many requests it had, and what it found."""
+async def go_through(system: GroupSystem, schedule: Schedule) -> Gone:
+    """One schedule."""
+    began_s = time.monotonic()
+    moved_before, with_kv_before = system.requests_moved(), system.kv_came()
     model = system.new_name("group")
-    system.ttft_ms = schedule.ttft_ms
+    system.ttft_ms, system.max_instances = schedule.ttft_ms, schedule.instances
     await system.register(model)
     requests = [system.ask(index, model) for index in schedule.asks]
     stages = await come(system, model, schedule.moment, requests)
@@ -85,41 +88,90 @@ async def go_through(system: GroupSystem, schedule: Schedule) -> tuple[list[str]
     async with befalling(system, model, schedule, stages, requests):
         late = await ended(requests, END_DEADLINE_S)
     problems = [f"{one.ask.name} has not ended: {one.answer}" for one in late]
+    decided: Counter[str] = Counter()
     problems += wrong_with(system, schedule, [one for one in requests if one not in late])
     try:
         await until(lambda: system.astray(model), TIDY_DEADLINE_S, "what serves")
+        decided = await system.decided(model)
         await system.forget(model)
         await until(system.untidy, TIDY_DEADLINE_S, "what is left behind")
     except AssertionError as error:
         problems.append(str(error))
-    return problems, len(requests), f"{len(stages)} stages, {done} requests had ended"
+    return Gone(
+        schedule=schedule,
+        stages=len(stages),
+        requests=len(requests),
+        ended_before=done,
+        moved=system.requests_moved() - moved_before,
+        with_kv=system.kv_came() - with_kv_before,
+        starts=decided["cold_start"],
+        repairs=decided["repair"],
+        took_s=time.monotonic() - began_s,
+        problems=tuple(problems),
+    )
 
 
 @pytest.mark.parametrize("seeds", shards())
 async def test_groups(
-    seeds: range, groups: GroupSystem, record_property: Callable[[str, object], None]
+    seeds: range, groups: GroupKeeper, record_property: Callable[[str, object], None]
 ) -> None:
     failures: list[str] = []
-    asked = 0
-    for seed in seeds:
-        schedule = schedule_of(seed)
-        problems, requests, found = await go_through(groups, schedule)
-        asked += requests
+    lines = Lines(os.environ.get("PILOTLIGHT_CHAOS_LINES", ""))
+    ran = [seed for seed in seeds if seed not in lines.seeds]
+    asked = moved = 0
+    for seed in ran:
+        gone = await go_through(await groups.system(), schedule_of(seed))
+        lines.add(gone)
+        asked, moved = asked + gone.requests, moved + gone.moved
         if os.environ.get("PILOTLIGHT_CHAOS_LOG"):
-            print(f"seed {seed}: {schedule}; {found}; {problems}", file=sys.__stderr__)
-        if problems:
+            print(f"seed {seed}: {gone}; {gone.problems}", file=sys.__stderr__)
+        if gone.problems:
+            # What is wrong with it must not be found again in each schedule that follows.
+            groups.spoil()
             failures.append(
-                f"PILOTLIGHT_CHAOS_SEEDS={seed} python -m pytest {Path(__file__)}: {schedule}; {found}"
+                f"PILOTLIGHT_CHAOS_SEEDS={seed} python -m pytest {Path(__file__)}: {gone}"
             )
-            failures += [f"    {one}" for one in problems]
-    record_property("groups", {"schedules": len(seeds), "requests": asked})
+            failures += [f"    {one}" for one in gone.problems]
+    record_property("groups", {"schedules": len(ran), "requests": asked, "moved": moved})
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
 
 
-def test_every_event_comes_at_every_moment() -> None:
-    """Within the rounds that ``make test-chaos`` goes through several times."""
-    schedules = [schedule_of(seed) for seed in range(len(Event) * len(Moment))]
-    met = {(one.event, one.moment) for one in schedules}
-    assert len(met) == len(schedules)
-    assert len(schedules) <= SCHEDULES // 3
+def test_every_event_comes_at_every_moment_to_each_end() -> None:
+    """To the stage that leads and to the last one, within what ``make test-chaos`` goes through."""
+    pairs = len(Event) * len(Moment)
+    for start, end in ((0, 0.0), (pairs, LAST)):
+        schedules = [schedule_of(seed) for seed in range(start, start + pairs)]
+        assert len({(one.event, one.moment) for one in schedules}) == pairs
+        assert {one.at for one in schedules} == {end}
+    assert 3 * pairs <= SCHEDULES
+
+
+def test_a_group_becomes_several_where_that_is_waited_for() -> None:
+    schedules = [schedule_of(seed) for seed in range(SCHEDULES)]
+    for one in schedules:
+        assert one.instances == 1 or len(one.asks) > 1, "one request makes no second instance"
+        assert one.instances > 1 or one.moment is not Moment.SHARED_OUT
+    others = {one.instances for one in schedules if one.moment is Moment.MIGRATION}
+    assert len(others) == 2, "it migrates to one worker, and to several"
+
+
+def test_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    gone = Gone(
+        schedule=schedule_of(7),
+        stages=3,
+        requests=2,
+        ended_before=0,
+        moved=1,
+        with_kv=1,
+        starts=1,
+        repairs=0,
+        took_s=10.0,
+        problems=("lost",),
+    )
+    Lines(str(path)).add(gone)
+    assert Lines(str(path)).seeds == {7}
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["seed"], line["problems"], line["moved"]) == (7, ["lost"], 1)
+    assert Lines("").seeds == set()

@@ -2,6 +2,7 @@
 three stages, and then by several workers, in a whole system of three nodes.
 """
 
+import json
 import os
 import signal
 import tempfile
@@ -97,6 +98,17 @@ def running_on(system: RunningSystem, model: str) -> dict[str, int]:
     return {stage["instance_id"]: stage["in_flight"] for stage in stages}
 
 
+def kv_came(system: RunningSystem) -> int:
+    """Tokens whose keys and values engines asked others for, by their logs."""
+    lines = (
+        line
+        for path in (system.home / "logs").rglob("engine-*.log")
+        for line in path.read_text(errors="replace").splitlines()
+        if "kv_came" in line
+    )
+    return sum(json.loads(line)["tokens"] for line in lines)
+
+
 def pid_of(system: RunningSystem, module: str) -> int:
     """The process of a service."""
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -155,6 +167,7 @@ def test_every_worker_of_a_group_becomes_an_instance_while_it_answers(
         assert not all(one.done() for one in answers), "requests share what their group became"
         assert [one.result() for one in answers] == texts
         served = eventually(lambda: len(found := whole(system, "many")) == 3 and found, 60.0)
+    assert kv_came(system), "what moved brought its keys and values along"
     (lead,) = (one for one in served if one["placements"][0]["grown_from"] is None)
     others = [one for one in served if one is not lead]
     assert {one["placements"][0]["grown_from"] for one in others} == {lead["instance_id"]}

@@ -60,8 +60,8 @@ class FaultyRunner:
 class FaultyEngine(engine_module.Engine):
     """The engine, with such a runner for each stage."""
 
-    def begin_load(self, instance_id: InstanceId, *arguments: Any) -> Any:
-        room = super().begin_load(instance_id, *arguments)
+    def begin_load(self, instance_id: InstanceId, *arguments: Any, **options: Any) -> Any:
+        room = super().begin_load(instance_id, *arguments, **options)
         resident = self._stages[instance_id]
         resident._compute = replace(
             resident._compute, runner=FaultyRunner(resident._compute.runner, self._arena)

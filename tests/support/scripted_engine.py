@@ -72,6 +72,8 @@ class ScriptedEngine:
         device_bytes: int,
         slot: int | None = None,
         plan: Any = None,
+        *,
+        may_grow: bool = False,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error
@@ -122,6 +124,7 @@ class ScriptedEngine:
         vocabulary: Any,
         share: Any,
         promise: Any,
+        pieces: Any = (),
     ) -> None:
         self.deadlines[request_id] = deadline_s
         if instance_id not in self.expected:

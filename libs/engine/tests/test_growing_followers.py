@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from pipelines import INSTANCE, MemoryPipeline, cuts, staged
+from pipelines import INSTANCE, MemoryPipeline, connect, cuts, staged
 
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.memory import parameter_bytes
@@ -44,6 +44,38 @@ def place(runs, model, parts):
 def some_tokens(pipeline, name, count):
     wanted = len(pipeline.lead.outputs[name].token_ids) + count
     pipeline.run_until(lambda: len(pipeline.lead.outputs[name].token_ids) >= wanted)
+
+
+def test_stages_with_the_bytes_of_the_whole_model_become_that_in_mid_generation(
+    checkpoint, driver, prompts
+):
+    """All of them, as where each is to be an instance: none has KV that the whole has no room
+    for.
+    """
+    model, kv_tokens = checkpoint("llama", 1), 1024
+    spec = model.spec
+    device_bytes = parameter_bytes(decoder_of(spec), spec.whole, spec.dtype)
+    device_bytes += kv_tokens * spec.kv_bytes_per_token(spec.whole, spec.dtype)
+    drivers = [driver(), driver()]
+    for runs, stage in zip(drivers, cuts(4, 2), strict=True):
+        room = runs.engine.begin_load(
+            INSTANCE, spec, stage, spec.dtype, device_bytes, may_grow=True
+        )
+        assert room.kv_capacity_tokens == kv_tokens
+        runs.capacity_tokens = kv_tokens
+        place(runs, model, room.parts)
+    pipeline = connect(drivers, random.Random(0))
+    pipeline.lead.add("a", prompts[2], max_tokens=60)
+    some_tokens(pipeline, "a", 5)
+    for runs in drivers:
+        held = runs.engine._stages[INSTANCE].parameters.parts
+        parts = runs.engine.extend(INSTANCE, spec.whole, device_bytes).parts
+        place(runs, model, [part for part in parts if part not in held])
+    pipeline.run_until(
+        lambda: all(runs.engine._stages[INSTANCE].pipeline is None for runs in drivers)
+    )
+    assert all(runs.engine.serves(INSTANCE) for runs in drivers)
+    assert pipeline.finish()["a"] == model.greedy(prompts[2], 60)
 
 
 def end_pipeline(pipeline, runs):

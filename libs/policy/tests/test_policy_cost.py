@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from pilotlight.policy.cost import EngineSpeed, part_load_s, stage_cost, step_s
+from pilotlight.policy.cost import (
+    EngineSpeed,
+    may_be_whole,
+    part_load_s,
+    stage_cost,
+    stage_room,
+    step_s,
+)
 from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.testing import model, node, worker
 
@@ -28,3 +35,12 @@ def test_the_parts_of_a_stage_take_as_long_as_is_predicted_for_the_stage(
 def test_a_step_costs_its_prompts_beside_what_every_step_costs() -> None:
     speed = EngineSpeed(load_bytes_per_s=1.0, prefill_tokens_per_s=1000.0, decode_step_s=0.25)
     assert (step_s(speed, 0), step_s(speed, 500)) == (0.25, 0.75)
+
+
+def test_a_stage_with_the_room_of_the_whole_model_may_be_that() -> None:
+    one, stage = model(), Stage(0, 2)
+    whole, part = stage_room(one, one.spec.whole), stage_room(one, stage)
+    assert may_be_whole(one, stage, whole.least_bytes)
+    assert not may_be_whole(one, stage, part.least_bytes), "a low-memory worker's"
+    assert not may_be_whole(one, stage, whole.least_bytes - 1), "the whole has no room in that"
+    assert not may_be_whole(one, one.spec.whole, whole.usual_bytes), "it is that already"

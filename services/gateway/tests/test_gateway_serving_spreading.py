@@ -70,6 +70,8 @@ async def test_an_equal_share_goes_on_with_its_tokens(world, given):
     assert [one.choices[0].text for one in answers] == [ANSWER] * 4
     assert [one.output_ids for one in other.submits] == [world.ids(ANSWER)[:given]] * 2
     assert len(lead.submits) == 4, "nothing comes back"
+    assert {one.moved_from for one in lead.submits} == {None}
+    assert {one.moved_from for one in other.submits} == {lead.instance.instance_id}
 
 
 async def test_each_instance_that_comes_has_its_share(world):

@@ -280,7 +280,7 @@ async def following(rig: Rig) -> tuple[Hold, Held]:
     return hold, held
 
 
-@pytest.mark.parametrize("how", ["left", "dropped"])
+@pytest.mark.parametrize("how", ["left", "dropped", "failed"])
 async def test_a_stage_that_follows_drains_when_the_one_that_leads_is_through(
     make_rig: MakeRig, how: str
 ) -> None:
@@ -293,8 +293,29 @@ async def test_a_stage_that_follows_drains_when_the_one_that_leads_is_through(
     assert held.unloaded is None
     if how == "left":
         rig.worker.stages.on_pipeline_left(PipelineLeft(instance_id=INSTANCE, code="worker_lost"))
+    elif how == "failed":
+        failed = StageFailed(instance_id=INSTANCE, code="not_loaded", message="it was growing")
+        rig.worker.stages.on_load_failed(failed)
     else:
         await rig.command()
+    await rig.state(None)
+
+
+async def test_a_stage_that_has_grown_and_drains_stays_while_another_one_leads(
+    make_rig: MakeRig,
+) -> None:
+    """It has the whole model, and its engine runs its part of that for the one that leads."""
+    rig = await make_rig()
+    hold, held = await following(rig)
+    longer = msgspec.structs.replace(rig.a_hold(generation=2), members=hold.members)
+    await rig.command(longer)
+    await until(lambda: held.hold.stage == longer.stage)
+    held.joined = True  # An engine that simulates leaves its pipeline with that already.
+    await rig.command(msgspec.structs.replace(longer, generation=Generation(3), draining=True))
+    await rig.state(HeldState.DRAINING)
+    rig.worker.stages.on_requests_ended()
+    assert held.unloaded is None
+    rig.worker.stages.on_pipeline_left(PipelineLeft(instance_id=INSTANCE))
     await rig.state(None)
 
 

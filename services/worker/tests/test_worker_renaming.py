@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pilotlight.common.messages.engine import StageRefused
+from pilotlight.common.messages.engine import Run, StageRefused
 from pilotlight.common.messages.hold import Hold
-from pilotlight.common.messages.pipelines import PipelineLeft
-from pilotlight.policy.cluster import HeldState
-from pilotlight.policy.ids import InstanceId
+from pilotlight.common.messages.pipelines import KvAt, PipelineLeft
+from pilotlight.policy.cluster import HeldState, Member
+from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason
-from pilotlight.worker.testing import INSTANCE, MakeRig, Rig
+from pilotlight.worker.testing import INSTANCE, WORKER, MakeRig, Rig
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +54,36 @@ async def test_a_stage_that_has_become_whole_serves_under_its_own_name(
     assert held(rig) == {NEW: HeldState.READY}, "said again, it changes nothing"
     await rig.command()
     await rig.until(lambda: held(rig) == {})
+
+
+async def test_the_engine_is_told_where_a_request_ran_before_that_comes_from_the_group(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make_rig()
+    await grown(rig)
+    whole = rig.model.spec.whole
+    lead = Member(
+        worker_id=WorkerId("lead"), node_id=NodeId("node-2"), stage=whole, host="h", port=7
+    )
+    mine = Member(worker_id=WORKER, node_id=NodeId("node-1"), stage=whole, host="i", port=8)
+    rig.worker.stages.held[INSTANCE].renew(
+        msgspec.structs.replace(rig.a_hold(generation=2), members=(lead, mine))
+    )
+    await rig.command(of_its_own(rig))
+    await rig.until(lambda: held(rig) == {NEW: HeldState.READY})
+    engine, ran = rig.worker.core.engine, dict[str, KvAt | None]()
+    runs = engine.run_soon
+
+    def run_soon(run: Run) -> bool:
+        ran[run.request_id] = run.kv_at
+        return runs(run)
+
+    monkeypatch.setattr(engine, "run_soon", run_soon)
+    for name, moved_from in (("new", None), ("moved", INSTANCE), ("lost", InstanceId("another"))):
+        assert (await rig.submit(name, instance_id=NEW, moved_from=moved_from)).accepted
+        await rig.finish_of(name)
+    at = KvAt(instance_id=INSTANCE, node_id=NodeId("node-2"), host="h", port=7)
+    assert ran == {"new": None, "moved": at, "lost": None}
 
 
 async def test_what_is_in_its_pipeline_still_is_renamed_when_it_has_left(make_rig: MakeRig) -> None:

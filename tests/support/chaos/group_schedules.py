@@ -15,8 +15,10 @@ from chaos.cut_links import cut_links
 from chaos.group_system import SLO_MS, GroupSystem
 from chaos.processes import Found, Target, hold_stopped
 
-FIRST_MOMENT = 3
+FIRST_MOMENT = 4
 """Of the first event: the first round then cuts links and fetches while there are some."""
+INSTANCES = 3
+"""What a group of which several are wanted may become: each of its workers."""
 MOMENT_DEADLINE_S = 30.0
 POLL_S = 0.03
 DRAIN_S = 3.0
@@ -33,6 +35,7 @@ class Moment(StrEnum):
     FIRST_TOKEN = "when a client has its first token"
     MIGRATION = "while a stage grows"
     ALONE = "when one worker has the whole model"
+    SHARED_OUT = "when another of its workers is an instance, too"
 
 
 class Event(StrEnum):
@@ -51,12 +54,17 @@ class Event(StrEnum):
     CACHE_DIES = "the cache is killed"
 
 
+LAST = 0.999
+"""Of ``Schedule.at``: the last stage, of however many."""
+SHARED_OUT_SHARE = 0.3
+"""Of the schedules at other moments, those whose group is to become several instances."""
 _SPREAD_S = {
     Moment.ASKED: 0.4,
     Moment.FORMED: 2.5,
     Moment.FIRST_TOKEN: 0.6,
     Moment.MIGRATION: 2.0,
     Moment.ALONE: 0.6,
+    Moment.SHARED_OUT: 0.6,
 }
 
 
@@ -75,33 +83,46 @@ class Schedule:
     event: Event
     at: float
     """Which stage, in [0, 1): from the one that leads to the last one."""
+    instances: int
+    """That the model may have: 1, and the group becomes one worker; more, and it becomes several.
+    """
 
     def __str__(self) -> str:
         return (
             f"{self.event.value}, {self.after_s:.2f} s after the moment {self.moment.value!r}, "
-            f"stage {self.at:.2f}, TTFT {self.ttft_ms:g} ms, asks {self.asks}"
+            f"stage {self.at:.2f}, TTFT {self.ttft_ms:g} ms, asks {self.asks}, "
+            f"{self.instances} instances at most"
         )
 
 
 def schedule_of(seed: int) -> Schedule:
     """The schedule of a seed.
 
-    Events come in turn, each at another moment in the next round: few schedules have many of them.
+    1. Events come in turn, each at another moment in the next turn: few schedules have many of
+       them, and as many as there are pairs have each event at each moment, once.
+    2. Such a round is about the stage that leads, the next one about the last stage, and those
+       after it about any.
     """
     rng = random.Random(seed)
     events, moments = tuple(Event), tuple(Moment)
-    moment = moments[(seed // len(events) + seed + FIRST_MOMENT) % len(moments)]
+    turn, number = divmod(seed, len(events))
+    moment = moments[(turn + number + FIRST_MOMENT) % len(moments)]  # 1
+    ends = (0.0, LAST)
+    round_number = seed // (len(events) * len(moments))
+    shared_out = moment is Moment.SHARED_OUT or rng.random() < SHARED_OUT_SHARE
     # One at least tells when its first token has come.
     first = rng.choice([index for index, ask in enumerate(ASKS) if ask.stream])
     others = [index for index in range(len(ASKS)) if index != first]
     return Schedule(
         seed=seed,
         ttft_ms=rng.choice(SLO_MS),
-        asks=(first, *rng.sample(others, rng.randint(0, len(others)))),
+        # One request makes no second instance.
+        asks=(first, *rng.sample(others, rng.randint(1 if shared_out else 0, len(others)))),
         moment=moment,
         after_s=rng.uniform(0.0, _SPREAD_S[moment]),
-        event=events[seed % len(events)],
-        at=rng.random(),
+        event=events[number],
+        at=ends[round_number] if round_number < len(ends) else rng.random(),  # 2
+        instances=INSTANCES if shared_out else 1,
     )
 
 
@@ -123,7 +144,7 @@ async def come(
                 found = await system.instances(model)
                 if found:
                     # A group that became one worker is remembered with all of its stages.
-                    now = found[0]["placements"]
+                    now = max((one["placements"] for one in found), key=len)
                     stages = now if len(now) >= len(stages) else stages
                 if _is_there(moment, found, requests) or all(one.task.done() for one in requests):
                     return stages
@@ -143,6 +164,8 @@ def _is_there(moment: Moment, found: list[dict[str, Any]], requests: list[Runnin
             return any(one["state"] == "consolidating" for one in found)
         case Moment.ALONE:
             return any(one["state"] == "ready" and len(one["placements"]) == 1 for one in found)
+        case Moment.SHARED_OUT:
+            return any(one["placements"][0]["grown_from"] for one in found)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """A system of several nodes on this machine, whose starts share workers."""
 
 import shutil
+from collections import Counter
 from typing import Any
 
 import httpx2
@@ -17,6 +18,8 @@ LINK = "40mbit"
 SLO_MS = (1_500.0, 2_400.0)
 """Two that one node does not meet: of all groups the soonest, and the smallest that is in time."""
 ALONE_MS = 60_000.0
+FAULTS = "step=0.03"
+"""Streams last for as long as stages take to grow, and a little longer."""
 CALM_DEADLINE_S = 60.0
 TIDY_DEADLINE_S = 60.0
 """Beyond the lease of a grant."""
@@ -33,6 +36,9 @@ class GroupSystem(ChaosSystem):
             link=LINK,
             environment={
                 "PILOTLIGHT_MAX_STAGES": str(STAGES),
+                # Two requests are enough for a second instance, where a model may have one.
+                "PILOTLIGHT_INSTANCE_REQUESTS": "1",
+                "PILOTLIGHT_FAULTS": FAULTS,
                 "PILOTLIGHT_THREADS": "1",
                 "PILOTLIGHT_POOL_BYTES": str(64 << 20),
                 "PILOTLIGHT_DEVICE_BYTES": str(256 << 20),
@@ -40,15 +46,18 @@ class GroupSystem(ChaosSystem):
         )
         self.ttft_ms = ALONE_MS
         """Of the models that are registered next."""
+        self.max_instances = 1
+        """Likewise."""
 
     def registration(self, name: str, folder: Any) -> dict[str, Any]:
         slo = {"ttft_ms": self.ttft_ms, "tpot_ms": 5000.0}
-        return {**super().registration(name, folder), "slo": slo}
+        found = super().registration(name, folder)
+        return {**found, "slo": slo, "max_instances": self.max_instances}
 
     async def calm_down(self) -> None:
         """Note what a model says that one worker loads alone, undisturbed."""
         name = self.new_name("alone")
-        self.ttft_ms = ALONE_MS
+        self.ttft_ms, self.max_instances = ALONE_MS, 1
         await self.register(name)
         calm = [self.ask(index, name) for index in range(len(ASKS))]
         assert not await ended(calm, CALM_DEADLINE_S), "an undisturbed request did not end"
@@ -93,6 +102,20 @@ class GroupSystem(ChaosSystem):
         }
         return {pid: size_bytes for pid, size_bytes in found.items() if size_bytes}
 
+    def requests_moved(self) -> int:
+        """Requests that gateways had go on at instances that groups became, by their logs."""
+        return sum(one["requests"] for one in self.logged("gateway*.log", "requests_spread"))
+
+    def kv_came(self) -> int:
+        """As many of them brought keys and values along, by their engines' logs."""
+        return sum(1 for _ in self.logged("engine-*.log", "kv_came"))
+
+    async def decided(self, model: str) -> Counter[str]:
+        """Decisions on a model, by their kinds."""
+        answer = await self.admin("GET", f"/decisions?model={model}")
+        assert answer.status_code == 200, answer.text
+        return Counter(one["kind"] for one in answer.json()["decisions"])
+
     async def untidy(self) -> str | None:
         """What is not as in a system that holds no model; None: nothing."""
         try:
@@ -126,7 +149,8 @@ class GroupSystem(ChaosSystem):
     async def astray(self, model: str) -> str | None:
         """What is not as it should be when nothing is under way; None: nothing.
 
-        A model is served by one worker or by none, and that worker alone holds it.
+        Each instance of a model is one worker's, there are no more than it may have, and their
+        workers alone hold it. What grew out of a group has no room granted to it: it has it.
         """
         try:
             workers, instances = await self.view("workers"), await self.instances(model)
@@ -138,12 +162,20 @@ class GroupSystem(ChaosSystem):
             for one in instances
             for place in one["placements"]
         }
-        if any(one["state"] != "ready" for one in instances) or len(places) > 1:
+        grown = {
+            (one["instance_id"], place["worker_id"])
+            for one in instances
+            for place in one["placements"]
+            if place["grown_from"]
+        }
+        whole = all(len(one["placements"]) == 1 for one in instances)
+        serve = all(one["state"] == "ready" for one in instances)
+        if not (whole and serve and len(instances) <= self.max_instances):
             return f"it is served by {instances}"
         held = {
             (stage["instance_id"], one["worker_id"]) for one in workers for stage in one["held"]
         }
-        if not held == places == set(granted):
+        if held != places or set(granted) != places - grown:
             return f"held: {held}, granted: {granted}, placed: {places}"
         return None
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -177,13 +177,15 @@ class ChaosSystem:
 
     def stage_loads(self) -> Counter[str]:
         """How often each instance was loaded by any worker, by the workers' logs."""
-        loads: Counter[str] = Counter()
-        for path in self.home.logs.glob("worker-*.log"):
+        return Counter(one["instance_id"] for one in self.logged("worker-*.log", "stage_loading"))
+
+    def logged(self, files: str, action: str) -> Iterator[dict[str, Any]]:
+        """Lines of an action in some logs."""
+        for path in self.home.logs.rglob(files):
             for line in path.read_text(errors="replace").splitlines():
-                if "stage_loading" in line:
+                if action in line:
                     with contextlib.suppress(json.JSONDecodeError):
-                        loads[json.loads(line)["instance_id"]] += 1
-        return loads
+                        yield json.loads(line)
 
     async def lead_of(self, model: str) -> str | None:
         """The worker that leads a model's instance."""

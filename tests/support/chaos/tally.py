@@ -39,6 +39,8 @@ class Tally:
     groups: int = 0
     """Schedules of groups of stages; a test says itself what was wrong in them."""
     group_requests: int = 0
+    group_moved: int = 0
+    """As many of them were moved to another instance that their group became."""
     costs: dict[str, Cost] = field(default_factory=dict[str, Cost])
     """Of each cell that passed."""
 
@@ -63,7 +65,9 @@ class Tally:
                 f"of schedules: {self.tried_again} tried again, {self.resumed} resumed, {self.resends} resends"
             )
         if self.groups:
-            parts.append(f"of groups: {self.groups} schedules, {self.group_requests} requests")
+            parts.append(
+                f"of groups: {self.groups} schedules, {self.group_requests} requests, {self.group_moved} of them moved"
+            )
         if self.costs:
             slowest = max(self.costs, key=lambda cell: self.costs[cell].healthy_s)
             parts.append(f"slowest recovery: {self.costs[slowest].healthy_s:.1f} s ({slowest})")

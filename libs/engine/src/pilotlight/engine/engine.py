@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine import extension
@@ -17,7 +18,7 @@ from pilotlight.engine.device.copying import Source
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
-from pilotlight.engine.kv_moves import adopt, export
+from pilotlight.engine.kv_moves import adopt, export, shared
 from pilotlight.engine.kv_pieces import KvPiece
 from pilotlight.engine.pipeline.entering import enter, shorten
 from pilotlight.engine.pipeline_protocol import StageStep
@@ -118,6 +119,8 @@ class Engine:
         device_bytes: int,
         slot: int | None = None,
         plan: GraphPlan | None = None,
+        *,
+        may_grow: bool = False,
     ) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
 
@@ -129,6 +132,7 @@ class Engine:
             device_bytes: for its parameters and KV.
             slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
             plan: see ``compute_on``.
+            may_grow: see ``room.divide``.
 
         Raises:
             UnsupportedModel: no decoder runs it.
@@ -137,10 +141,8 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        resident = ResidentStage(
-            instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
-        )
-        self._stages[instance_id] = resident
+        given = instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
+        self._stages[instance_id] = resident = ResidentStage(*given, may_grow=may_grow)
         return resident.room
 
     def place_part(
@@ -148,10 +150,9 @@ class Engine:
     ) -> PlacedPart:
         """Copies one part out of the given buffers.
 
-        The last part makes the stage ready; until then a device may read pinned buffers.
-
-        While no request waits for the stage, its parts give way to the batches of the others; those
-        of a stage that grows, to its own.
+        The last part makes the stage ready; until then a device may read pinned buffers. While no
+        request waits for it, its parts give way to others' batches; those of one that grows, to its
+        own.
 
         Raises:
             BadCheckpoint: the tensors are not those that the architecture has in this part. The
@@ -244,13 +245,11 @@ class Engine:
     def connect(
         self, instance_id: InstanceId, before: Channel, behind: Channel, *, vouched: bool = True
     ) -> None:
-        """Makes a stage one of a pipeline. The one that begins the model leads, when all have
-        answered.
+        """Makes a stage one of a pipeline; the first one leads, when all have answered.
 
         Args:
             instance_id: the stage; parts may be missing.
-            before: from the stage before, of the first stage from the last. The stage owns both
-                channels from now on.
+            before: from the stage before, of the first stage from the last. The stage owns both.
             behind: to the next stage; for the last stage, to the first.
             vouched: its parts are in place, and were whole; else ``vouch`` says so later.
 
@@ -311,7 +310,7 @@ class Engine:
             output_ids: what another engine sampled already: positions go on after them.
             sampling: of tokens.
             deadline_s: on the engine's clock; a step after it ends it with ``deadline_exceeded``.
-            pieces: what ``export_kv`` gave of it, of all layers; what they lack is computed here.
+            pieces: what other engines had of it, of all layers; what they lack is computed here.
             vocabulary: the model's; a grammar needs it.
             share: its tenant's, of the turns.
             promise: of its model's SLO, from now on.
@@ -363,6 +362,13 @@ class Engine:
         """As ``kv_moves.export``, of an instance that is held; ``UnknownInstance`` if not."""
         return export(self._stages.held(instance_id), keys, layers, since)
 
+    def shared_kv(
+        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int
+    ) -> tuple[Stage, Tensor] | None:
+        """As ``kv_moves.shared``; None also of an instance that is not held."""
+        resident = self._stages.get(instance_id)
+        return shared(resident, token_ids, layer) if resident is not None else None
+
     def release(self, request_id: RequestId, attempt: int) -> Released:
         """Lets a request go that goes on elsewhere, silently; ``BadRequest`` if it is not here."""
         found = self._stages.find(RequestKey(request_id, attempt))
@@ -378,9 +384,7 @@ class Engine:
             wait_for_any(self.channels, timeout_s)
 
     def step(self) -> StepResult:
-        """Ends what is overdue, runs one batch of the stage whose turn it is, and reports what
-        ended since the last step.
-        """
+        """Ends what is overdue, runs one batch of the stage whose turn it is, says what ended."""
         start_s = self._monotonic_s()
         self._grammars.pump()
         produced, self._ended = self._ended, []

@@ -1,8 +1,13 @@
-"""KV that leaves a stage with its requests, and comes to one with them."""
+"""KV that leaves a stage, with its requests or for others with the same tokens, and comes to one
+with them.
+"""
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from pilotlight.engine.core.batch import Segment
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, NoRoom, PeerLost, UnknownInstance
@@ -10,6 +15,9 @@ from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
+
+READ_BYTES = 8 << 20
+"""Of KV that is read between two steps: a batch waits for no more than that."""
 
 
 def export(
@@ -51,6 +59,35 @@ def _placed(resident: ResidentStage, key: RequestKey) -> Segment | None:
         return resident.pipeline.placed(key)
     request = resident.scheduler.find(key)
     return resident.scheduler.placed(request) if request is not None else None
+
+
+def shared(
+    resident: ResidentStage, token_ids: Sequence[int], layer: int
+) -> tuple[Stage, Tensor] | None:
+    """Copies what a whole model has in place of the longest prefix of some tokens, from one layer
+    on: as many layers as a step may wait for.
+
+    What a request had that has just left is there, for as long as no other one takes its blocks:
+    each call looks anew.
+
+    Args:
+        resident: the stage.
+        token_ids: of a prompt and its output.
+        layer: the first one.
+
+    Returns:
+        The layers, and the keys and values of whole blocks as in ``KvPiece``; None: there are none.
+    """
+    spec = resident.spec
+    if resident.pipeline is not None or resident.stage != spec.whole or layer >= spec.num_layers:
+        return None
+    blocks = resident.tables.find(token_ids)
+    if not blocks:
+        return None
+    tokens = len(blocks) * BLOCK_TOKENS
+    per_layer = tokens * spec.kv_bytes_per_token(Stage(layer, layer + 1), resident.dtype)
+    layers = Stage(layer, min(layer + max(1, READ_BYTES // per_layer), spec.num_layers))
+    return layers, resident.kv.read(layers, blocks, 0, tokens)
 
 
 def adopt(

@@ -71,6 +71,8 @@ class ResidentStage:
         arena: Arena,
         slot: int | None = None,
         plan: GraphPlan | None = None,
+        *,
+        may_grow: bool = False,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(
@@ -91,7 +93,7 @@ class ResidentStage:
         self.pipeline: Pipeline | None = None
         self.vouched = False
         """Its parts were whole when they were copied (``Engine.vouch``)."""
-        self.room = divide(arena, decoder, stage, dtype, device_bytes)
+        self.room = divide(arena, decoder, stage, dtype, device_bytes, may_grow=may_grow)
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
         self.parameters = Parameters(self.memory)
         try:
@@ -103,10 +105,10 @@ class ResidentStage:
         self.sample = self._compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
-        tables = BlockTables(
+        self.tables = BlockTables(
             BlockPool(self.num_blocks), instance_id, prefix_cache=limits.prefix_cache
         )
-        self.scheduler = BatchScheduler(tables, limits, whole_prompts=spec.encoder is not None)
+        self.scheduler = BatchScheduler(self.tables, limits, whole_prompts=spec.encoder is not None)
         self._has_sampled = False
         self._under_way: UnderWay | None = None
         self._launched: LaunchedStep | None = None

@@ -1,5 +1,7 @@
 """How the bytes that a stage is given are divided."""
 
+from dataclasses import replace
+
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.device.arena_protocol import Arena
@@ -11,7 +13,13 @@ from pilotlight.policy.model import Dtype, ModelSpec, Stage
 
 
 def divide(
-    arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype, device_bytes: int
+    arena: Arena,
+    decoder: Decoder,
+    stage: Stage,
+    dtype: Dtype,
+    device_bytes: int,
+    *,
+    may_grow: bool = False,
 ) -> StageRoom:
     """Gives the KV cache what the parameters leave.
 
@@ -25,13 +33,23 @@ def divide(
         stage: its layers.
         dtype: in which it runs.
         device_bytes: what is divided.
+        may_grow: the bytes are those of the whole model, which the stage is to become in them: it
+            has no more KV than that will have, so that its requests can keep what they have.
 
     Raises:
         NoRoom: that is less than one block, or the model is larger than a slot.
     """
     parameters = parameter_bytes(decoder, stage, dtype)
     layout = layout_of(arena, decoder, stage, dtype)
-    return _divided(arena, layout, decoder.spec, stage, dtype, parameters, device_bytes)
+    room = _divided(arena, layout, decoder.spec, stage, dtype, parameters, device_bytes)
+    whole = decoder.spec.whole
+    if not may_grow or stage == whole:
+        return room
+    try:
+        later = divide(arena, decoder, whole, dtype, device_bytes)
+    except NoRoom:
+        return room  # It cannot become that.
+    return replace(room, kv_capacity_tokens=min(room.kv_capacity_tokens, later.kv_capacity_tokens))
 
 
 def divide_again(memory: StageMemory, device_bytes: int) -> StageRoom:

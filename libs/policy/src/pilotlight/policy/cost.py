@@ -269,6 +269,19 @@ def _stage_room(of: _Same, stage: Stage, granule_bytes: int, kv_tokens: int) -> 
     )
 
 
+def may_be_whole(model: Model, stage: Stage, device_bytes: int) -> bool:
+    """A stage was granted what the whole model needs at least: a full-memory worker's (ParaServe,
+    section 4.1).
+
+    Args:
+        model: Its model.
+        stage: What it has.
+        device_bytes: What it was granted.
+    """
+    whole = model.spec.whole
+    return stage != whole and device_bytes >= stage_room(model, whole).least_bytes
+
+
 def estimate_for(
     model: ModelName, device_kind: DeviceKind | None, estimates: Estimates
 ) -> Estimate | None:

@@ -1,9 +1,9 @@
 """Which requests go on elsewhere when workers of a group have become instances (ParaServe, section
 6: the load of the group is shared by what it became).
 
-A request that moves takes its tokens along, and not its keys and values: those are computed again
-where it goes on. That takes one prefill, and until then it waits; so those move that have the least
-to compute again for what they still want.
+A request that moves takes its tokens along, and its keys and values come behind as far as they can
+be had; what does not come is computed again. Until then it waits; so those move that have the
+least to bring for what they still want.
 """
 
 import math
@@ -20,13 +20,14 @@ class RunningRequest:
     request_id: RequestId
     instance_id: InstanceId
     computed_tokens: int
-    """Prompt and output so far: what is computed again if it moves. 0 of one that waits."""
+    """Prompt and output so far: what is brought or computed again if it moves. 0 of one that
+    waits."""
     left_tokens: int
     """It may want so many more."""
 
     @property
     def price(self) -> float:
-        """Tokens to compute again for each that is still wanted."""
+        """Tokens to bring or to compute again for each that is still wanted."""
         return self.computed_tokens / max(1, self.left_tokens)
 
 
@@ -37,7 +38,7 @@ def spread(
 
     1. each instance is to have an equal share of them all; the lead keeps what does not divide
     2. what the lead has beyond its share leaves; nothing ever leaves another instance
-    3. those leave first that have the least to compute again for what they still want
+    3. those leave first that have the least to bring for what they still want
 
     Args:
         running: Requests on the lead and on the others.

@@ -14,6 +14,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.messages.engine import Abort, Produced, Run
 from pilotlight.common.messages.hold import Hold, WorkerHold, worker_hold_subject
+from pilotlight.common.messages.pipelines import KvAt
 from pilotlight.common.messages.room import (
     GivenUp,
     GiveUp,
@@ -141,7 +142,8 @@ class Handlers:
         except PilotlightError:
             return None
         self._accepted(key, submit, current_traceparent())
-        if not core.engine.run_soon(_command(submit, submit.deadline_in_s)):
+        command = _command(submit, submit.deadline_in_s, held.kv_at(submit.moved_from))
+        if not core.engine.run_soon(command):
             running = self._run(submit, self._deadline_s(submit))
             core.background.spawn("run a request", running)
         return SubmitReply(accepted=True)
@@ -248,7 +250,9 @@ class Handlers:
         self, submit: Submit, deadline_s: float | None, vocabulary: Vocabulary | None = None
     ) -> None:
         left_s = None if deadline_s is None else deadline_s - self._core.clock.monotonic_s()
-        command = _command(submit, left_s, vocabulary)
+        held = self._stages.held.get(submit.instance_id)
+        kv_at = held.kv_at(submit.moved_from) if held is not None else None
+        command = _command(submit, left_s, kv_at, vocabulary)
         try:
             await self._core.engine.run(command)
         except EngineFailed as error:
@@ -275,7 +279,10 @@ class Handlers:
 
 
 def _command(
-    submit: Submit, deadline_in_s: float | None, vocabulary: Vocabulary | None = None
+    submit: Submit,
+    deadline_in_s: float | None,
+    kv_at: KvAt | None,
+    vocabulary: Vocabulary | None = None,
 ) -> Run:
     return Run(
         request_id=submit.request_id,
@@ -286,6 +293,7 @@ def _command(
         sampling=submit.sampling,
         vocabulary=vocabulary,
         deadline_in_s=deadline_in_s,
+        kv_at=kv_at,
         share=submit.share,
         promise=submit.promise,
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.messages.engine import StageLoaded
 from pilotlight.common.messages.hold import Hold
-from pilotlight.common.messages.pipelines import StageGrown
-from pilotlight.policy.cluster import HeldStage, HeldState
+from pilotlight.common.messages.pipelines import KvAt, StageGrown
+from pilotlight.policy.cluster import HeldStage, HeldState, Member
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.shown import NO_STEPS, StepsSeen
 from pilotlight.worker.lifecycle import HeldView
@@ -82,6 +83,8 @@ class Held:
     """The longer range that it is being given."""
     grown: asyncio.Future[StageGrown] | None = None
     """What the engine says of that."""
+    led_by: Member | None = None
+    """The worker that led the group of which it was a stage, as it is another instance's now."""
     renaming: Hold | None = None
     """The instance whose it is to be, while the engine is asked for that."""
     overdue_s: float = math.inf
@@ -92,6 +95,8 @@ class Held:
     """Its engine died."""
     joined: bool = False
     """It is one of a pipeline."""
+    behind: bool = False
+    """In its last pipeline another stage led, whatever it has grown to since."""
     loan: StageLoan = field(default_factory=StageLoan)
     start_device_s: float = 0.0
     """What its load had of the device, once it is over."""
@@ -111,7 +116,11 @@ class Held:
     @property
     def follows(self) -> bool:
         """Another stage of its pipeline has the requests, and may want it for them."""
-        return self.joined and self.hold.stage.start > 0
+        return self.joined and self.behind
+
+    def join(self) -> None:
+        """It is one of a pipeline from now on."""
+        self.joined, self.behind = True, self.hold.stage.start > 0
 
     def renew(self, hold: Hold) -> None:
         """It is held as before, and more is known of its group.
@@ -135,6 +144,15 @@ class Held:
     def idle(self) -> bool:
         """Nothing is being done to it: if no request is on it, it may go."""
         return self.state is HeldState.READY and self.growing is None and self.renaming is None
+
+    def kv_at(self, moved_from: InstanceId | None) -> KvAt | None:
+        """Where KV of a request may be that ran at another instance before: with the engine that
+        led this stage's group. None: nowhere that is known.
+        """
+        lead = self.led_by
+        if moved_from is None or moved_from != self.hold.grown_from or not (lead and lead.port):
+            return None
+        return KvAt(instance_id=moved_from, node_id=lead.node_id, host=lead.host, port=lead.port)
 
     @property
     def unproven(self) -> bool:

@@ -140,6 +140,7 @@ class HeldTable:
         old_id = held.hold.instance_id
         del self._held[old_id]
         self._core.table.instance_gone(old_id)
+        held.led_by = next(iter(held.hold.members), None)
         held.hold, held.since_s = hold, self._core.clock.monotonic_s()
         # What was told of the old instance stays that one's.
         self._core.table.shares.give_up(old_id, held.since_s)

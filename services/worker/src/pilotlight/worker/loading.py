@@ -24,6 +24,7 @@ from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.cluster import FetchPriority
+from pilotlight.policy.cost import may_be_whole
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Moment, PhaseName
@@ -285,6 +286,7 @@ class StageLoader:
             model=hold.model,
             stage=hold.stage,
             device_bytes=hold.device_bytes,
+            may_grow=bool(hold.members) and may_be_whole(hold.model, hold.stage, hold.device_bytes),
             pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,

@@ -180,6 +180,7 @@ class Stages:
             held.hear_grown(error)
             self._fail(held, error)
         elif held is not None and held.state is HeldState.DRAINING:
+            held.joined = False  # The engine holds it no more, and says nothing else of that.
             self._settled(event.instance_id, NotLoaded(f"its growth failed: {event.message}"))
             self._unload_if_idle(held)
 
@@ -195,7 +196,7 @@ class Stages:
     def on_joined(self, event: StageConnected) -> None:
         """A stage is one of a pipeline."""
         if (held := self.held.get(event.instance_id)) is not None:
-            held.joined = True
+            held.join()
 
     def on_pipeline_left(self, event: PipelineLeft) -> None:
         """A stage is in no pipeline any more, and serves nothing until it is joined again; one that

@@ -17,9 +17,7 @@ from pilotlight.common.errors import (
 from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
-    KvExported,
     Prefilled,
-    RequestReleased,
     SpareReady,
     StageFailed,
     StageLoaded,
@@ -320,14 +318,7 @@ class Worker:
                     self.artifacts.on_restored(event)
             case EngineDied():
                 self._on_death(event)
-            case (
-                EngineUp()
-                | StepDone()
-                | SpareReady()
-                | EngineFault()
-                | KvExported()
-                | RequestReleased()
-            ):
+            case EngineUp() | StepDone() | SpareReady() | EngineFault():
                 pass
 
     def _on_begun(self, instance_id: InstanceId) -> None:

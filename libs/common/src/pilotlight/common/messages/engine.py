@@ -10,6 +10,7 @@ from pilotlight.common.messages.pipelines import (
     ConnectStage,
     DoorOpened,
     ExtendStage,
+    KvAt,
     OpenDoor,
     PipelineLeft,
     RenameStage,
@@ -24,7 +25,7 @@ from pilotlight.common.messages.prompts import PromptLogprobs
 from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.materialized import Environment
-from pilotlight.policy.model import Dtype, Model, Stage
+from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Phase
 from pilotlight.policy.request import NO_PROMISE, FinishReason, Promise, Sampling, Vocabulary
 from pilotlight.policy.shown import EngineStart
@@ -40,6 +41,9 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     model: Model
     stage: Stage
     device_bytes: int
+    may_grow: bool = False
+    """The bytes are those of the whole model, which a stage of a group is to become in them: it has
+    no more KV than that will have."""
     pool_path: str
     artifact: bytes = b""
     """The signed manifest of what the stage is restored from; empty: everything is computed."""
@@ -86,49 +90,6 @@ class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
     instance_id: InstanceId
 
 
-class KvBytes(Message, frozen=True, kw_only=True):
-    """Keys and values of one request, positions [start, start + tokens) in some layers: row-major,
-    in the model's dtype.
-
-    ::
-
-        shape   [num_layers, 2, tokens, num_kv_heads, head_dim]
-    """
-
-    layers: Stage
-    start: int
-    shape: tuple[int, ...]
-    dtype: Dtype
-    data: bytes
-
-
-class ExportKv(Message, tag="export_kv", frozen=True, kw_only=True):
-    """Copy the KV that a request has in some layers.
-
-    It goes on. ``KvExported`` follows, or ``StageRefused``.
-
-    A frame holds 64 MiB: more is asked for in several ranges of layers.
-    """
-
-    instance_id: InstanceId
-    request_id: RequestId
-    attempt: int
-    layers: Stage
-    since: int = 0
-    """The first position."""
-
-
-class ReleaseRequest(Message, tag="release", frozen=True, kw_only=True):
-    """Let a request go that goes on elsewhere: no end of it is told.
-
-    ``RequestReleased`` follows, or ``StageRefused``.
-    """
-
-    instance_id: InstanceId
-    request_id: RequestId
-    attempt: int
-
-
 class Run(Message, tag="run", frozen=True, kw_only=True):
     """Take a request into the batch.
 
@@ -145,9 +106,9 @@ class Run(Message, tag="run", frozen=True, kw_only=True):
     """The model's, if the sampling has a grammar."""
     deadline_in_s: float | None = None
     """As in ``Submit``, from when it was sent."""
-    kv: tuple[KvBytes, ...] = ()
-    """Of a request that moved here: what other engines had of it, in all layers. What is missing at
-    its end is computed."""
+    kv_at: KvAt | None = None
+    """Of a request that moved here: an engine that may have keys and values of its tokens. What
+    that does not give in time is computed."""
     share: FairShare = NO_TENANT
     """As in ``Submit``."""
     promise: Promise = NO_PROMISE
@@ -183,8 +144,6 @@ ToEngine = (
     | CallOffExtend
     | VouchStage
     | ResizeStage
-    | ExportKv
-    | ReleaseRequest
     | RenameStage
 )
 CommandFrame = Timed[ToEngine]
@@ -267,26 +226,8 @@ class StageResized(Message, tag="resized", frozen=True, kw_only=True):
     for, or some layers wait for the others' memory. 0: all of it."""
 
 
-class KvExported(Message, tag="kv_exported", frozen=True, kw_only=True):
-    """What an engine has of a request; empty when it has nothing in place."""
-
-    instance_id: InstanceId
-    request_id: RequestId
-    attempt: int
-    kv: tuple[KvBytes, ...]
-
-
-class RequestReleased(Message, tag="released", frozen=True, kw_only=True):
-    """Where a request stands that goes on elsewhere."""
-
-    instance_id: InstanceId
-    request_id: RequestId
-    attempt: int
-    output_ids: list[int]
-
-
 class StageRefused(Message, tag="refused", frozen=True, kw_only=True):
-    """The last command about pipelines, ranges, bytes or KV cannot be done: the stage stays what it
+    """The last command about pipelines, ranges or bytes cannot be done: the stage stays what it
     was.
     """
 
@@ -394,8 +335,6 @@ FromEngine = (
     | StageRefused
     | PipelineLeft
     | RingUnformed
-    | KvExported
-    | RequestReleased
     | StageRenamed
 )
 EventFrame = Timed[FromEngine]

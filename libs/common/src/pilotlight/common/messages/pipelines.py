@@ -29,6 +29,16 @@ class StageAddress(Message, frozen=True, kw_only=True):
     port: int
 
 
+class KvAt(Message, frozen=True, kw_only=True):
+    """Where KV of a request may be that ran there: an engine of the cluster, and its door."""
+
+    instance_id: InstanceId
+    """As that engine calls the model that it has whole."""
+    node_id: NodeId
+    host: str
+    port: int
+
+
 class ConnectStage(Message, tag="connect", frozen=True, kw_only=True):
     """Join a pipeline: each stage connects to the one behind it, the last one to the first.
 

@@ -65,6 +65,9 @@ class Submit(Message, frozen=True, kw_only=True):
     whole: bool = False
     """Nobody looks at its output before it has ended: after the first ones, tokens need not leave
     with each step. A worker that does not know this sends them all the same."""
+    moved_from: InstanceId | None = None
+    """The instance at which the attempt before ran: its engine may have keys and values of these
+    tokens still. None: there was none, or the gateway's release does not say."""
 
 
 class SubmitReply(Message, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """Where a node listens for channels from others: a peer is let in once it has proved the cluster's
 key, and not before.
 
-Nothing goes on between calls of ``accept``: connections wait in the system's queue, which is
-bounded. Within one, all that came are looked at in turns, so that none can hold up another: a peer
-that says nothing, or a byte a second, is sent away after a while.
+Nothing goes on between calls of ``accept`` and ``guests``: connections wait in the system's queue,
+which is bounded. Within one, all that came are looked at in turns, so that none can hold up
+another: a peer that says nothing, or a byte a second, is sent away after a while.
 
 ::
 
@@ -103,7 +103,36 @@ class Door:
             left_s = deadline_s - self._monotonic_s()
             if left_s <= 0:
                 raise PeerSilent(f"no peer came for {about} within {timeout_s} s")
-            self._wait(left_s)
+            self.wait(left_s)
+
+    def guests(self, about: str) -> tuple[TcpChannel, ...]:
+        """The channels whose other ends have come about something that begins so. Each is given
+        once.
+
+        Raises:
+            PeerLost: the door is closed.
+        """
+        self._look()
+        mine = [one for one in self._arrived if one.startswith(about)]
+        return tuple(self._arrived.pop(one).channel for one in mine)
+
+    def wait(self, left_s: float, beside: int | None = None) -> None:
+        """Until a peer comes, says something, or has been silent for too long.
+
+        Args:
+            left_s: at most so long.
+            beside: a descriptor; it also ends when there is something to read.
+        """
+        poll = select.poll()
+        if beside is not None:
+            poll.register(beside, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        for guest in self._strangers:
+            poll.register(*guest.channel.interest())
+        first_s = min(
+            (guest.until_s for guest in self._strangers), default=self._monotonic_s() + left_s
+        )
+        poll.poll(max(1.0, min(left_s, first_s - self._monotonic_s()) * 1000))
 
     def close(self) -> None:
         """Listens no more, and closes the channels that no stage asked for.
@@ -115,17 +144,6 @@ class Door:
             guest.channel.close()
         self._strangers.clear()
         self._arrived.clear()
-
-    def _wait(self, left_s: float) -> None:
-        """Until a peer comes, says something, or has been silent for too long."""
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        for guest in self._strangers:
-            poll.register(*guest.channel.interest())
-        first_s = min(
-            (guest.until_s for guest in self._strangers), default=self._monotonic_s() + left_s
-        )
-        poll.poll(max(1.0, min(left_s, first_s - self._monotonic_s()) * 1000))
 
     def _look(self) -> None:
         if self._listener.fileno() < 0:

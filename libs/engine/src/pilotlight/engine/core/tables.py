@@ -11,7 +11,7 @@ function of the tokens alone, the names of full blocks, belongs to the request::
 
 from collections.abc import Iterable, Sequence
 
-from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockPool, blocks_for
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockHash, BlockPool, blocks_for
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import EngineFailed
@@ -104,6 +104,17 @@ class BlockTables:
             return ()
         extend_hashes(self._root, request.block_hashes, request.token_ids)
         return self.pool.find(request.block_hashes[: (len(request.token_ids) - 1) // BLOCK_TOKENS])
+
+    def find(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The full blocks in place of the longest prefix of these tokens, whoever computed them.
+
+        Changes nothing: they may be gone with the next request that is taken up.
+        """
+        if not self._prefix_cache:
+            return ()
+        names: list[BlockHash] = []
+        extend_hashes(self._root, names, token_ids)
+        return self.pool.find(names)
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Gives a request the blocks that its tokens, and ``ahead`` more, lack; False, and nothing,

@@ -175,10 +175,14 @@ def header_of(tensor: Tensor) -> TensorHeader:
 
 def pack(header: Header, tensor: Tensor | None = None) -> Frame:
     """A frame. The tensor must not change afterwards."""
-    payload = _NOTHING
-    if tensor is not None and tensor.numel():
-        payload = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return Frame(_encoder.encode(header), payload)
+    return Frame(_encoder.encode(header), _NOTHING if tensor is None else bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor as it travels: row-major. It must not change afterwards."""
+    if not tensor.numel():
+        return _NOTHING
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def kv_frame(segment: Segment, piece: KvPiece) -> Frame:

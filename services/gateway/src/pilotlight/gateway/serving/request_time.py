@@ -1,5 +1,7 @@
 """How long a request may be held, until when it must have ended, and its ticket for the queue."""
 
+import math
+
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.gateway.serving.ticket import Ticket
@@ -26,6 +28,12 @@ class RequestTime:
     def left_s(self) -> float:
         """Until the request must have ended."""
         return self._request.deadline_s - self._clock.monotonic_s()
+
+    @property
+    def deadline_in_s(self) -> float | None:
+        """As in ``Submit``."""
+        left_s = self.left_s()
+        return left_s if math.isfinite(left_s) else None
 
     def promise(self, has_tokens: bool) -> Promise:
         """What its model's SLO says of it, from now on."""

@@ -11,7 +11,6 @@
 cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
-import math
 from dataclasses import dataclass
 
 import structlog
@@ -130,8 +129,8 @@ class _Life:
         self._listener = listener
         self._clock = parts.clock
         self._output_ids: list[int] = []
-        self._attempts = 0
-        self._losses = 0
+        self._attempts = self._losses = 0
+        self._ran_at: InstanceId | None = None
         self.place: Place | None = None
         self._told_held = False
         self._accepted_s = 0.0
@@ -250,6 +249,7 @@ class _Life:
         finally:
             self.device_s += attempt.log.device_s
             relay.close(attempt, ended=not again)
+            self._ran_at = instance.instance_id if attempt.accepted else self._ran_at
             self._parts.queue.attempted(place)
         return enough
 
@@ -300,7 +300,7 @@ class _Life:
             self._parts.queue.pump(self._request.model.name)
 
     def _message(self, attempt: Attempt, instance: Instance) -> Submit:
-        request, left_s = self._request, self._time.left_s()
+        request = self._request
         return Submit(
             request_id=request.request_id,
             attempt=attempt.number,
@@ -310,10 +310,11 @@ class _Life:
             prompt_ids=request.prompt_ids.tolist(),
             output_ids=list(self._output_ids),
             sampling=self._sampling,
-            deadline_in_s=left_s if math.isfinite(left_s) else None,
+            deadline_in_s=self._time.deadline_in_s,
             share=request.share,
             promise=self._time.promise(bool(self._output_ids)),
             whole=request.whole,
+            moved_from=self._ran_at,
         )
 
     def _end(self, attempt: Attempt) -> None:

@@ -2,7 +2,8 @@
 
 They ran where the group's lead is. Each gateway looks after its own: when it first sees an instance
 that was a stage of the group, it has some of them go on elsewhere, from the tokens that they have
-(``policy.spreading``). Which instance takes each is the router's choice, as for any other request.
+(``policy.spreading``). Their submits say where they ran: the engine there is asked for their keys
+and values. Which instance takes each is the router's choice, as for any other request.
 """
 
 import structlog
@@ -46,7 +47,9 @@ class Spreader:
             for one in self._relay.attempts
             if one.instance_id in family and one.accepted and one.finish is None
         }
-        leaving = spread(map(_running, attempts.values()), lead, others)
+        shared = spread(map(_running, attempts.values()), lead, others)
+        # Two instances may come at one moment: those that leave for the first one have not yet.
+        leaving = [one for one in shared if attempts[one].error is None]
         for request_id in leaving:
             attempts[request_id].fail(
                 NotLoaded(f"workers of {lead} have become instances: it goes on at one of them")

@@ -34,9 +34,7 @@ from pilotlight.common.messages.engine import (
     ToEngine,
     UnloadStage,
 )
-from pilotlight.common.messages.pipelines import (
-    CallOffExtend,
-)
+from pilotlight.common.messages.pipelines import CallOffExtend
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost
@@ -46,7 +44,8 @@ from pilotlight.policy.fairness import NO_TENANT, FairShare
 from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
-from pilotlight.policy.request import FinishReason, Promise, Sampling, Vocabulary
+from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
+from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
@@ -63,7 +62,7 @@ RECEIVE_BYTES = 1024 * 1024
 LAST_WORDS_S = 1.0
 
 
-class StepEngine(LoadingEngine, PipelineEngine, Protocol):
+class StepEngine(LoadingEngine, PipelineEngine, SharingEngine, Protocol):
     """What the loop asks of the engine (``pilotlight.engine.engine.Engine``), so that it can be
     tested without torch.
     """
@@ -115,6 +114,7 @@ class ChildLoop:
         self._phases = PhaseRecorder(clock, "worker", "engine")
         self._loads = StageLoads(engine, clock, faults, self._phases, pins)
         self._neighbours = Neighbours(clock.monotonic_s)
+        self._kv = self._neighbours.kv
         self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, _told)
         self._pins = pins
         self._parts: deque[tuple[PlacePart, float]] = deque()
@@ -153,6 +153,7 @@ class ChildLoop:
             if proof and not self._received:
                 self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
+            self._share_kv()
             for news in (*self._loads.graphs.news(), *self._loads.kernels.news()):
                 self._send(news)
             if self._parts:
@@ -202,9 +203,10 @@ class ChildLoop:
                 kernels = self._loads.kernels.unloaded(command.instance_id)
                 self._send(StageUnloaded(instance_id=command.instance_id, kernels=kernels))
             case Run():
-                self._add(command, sent_s)
+                if not self._kv.asks(command, sent_s):
+                    self._add(command, sent_s)
             case Abort():
-                self._engine.abort(command.request_id, command.attempt)
+                self._abort(command)
             case CallOffExtend():
                 self._call_off(command)
             case Promote():
@@ -277,7 +279,17 @@ class ChildLoop:
         self._unload(instance_id)
         self._send(StageFailed(instance_id=instance_id, code=code, message=message))
 
-    def _add(self, command: Run, sent_s: float) -> None:
+    def _share_kv(self) -> None:
+        self._kv.look(self._engine)
+        for moved in self._kv.moved():
+            self._add(moved.run, moved.sent_s, moved.pieces)
+
+    def _abort(self, command: Abort) -> None:
+        self._engine.abort(command.request_id, command.attempt)
+        if run := self._kv.call_off(RequestKey(command.request_id, command.attempt)):
+            self._refused.append(_end_of(run, FinishReason.CANCELLED))
+
+    def _add(self, command: Run, sent_s: float, pieces: "Sequence[KvPiece]" = ()) -> None:
         self._loads.restoring.make_way(self._engine)
         is_first = self._prefills.sent(command.instance_id, command.request_id, sent_s)
         if is_first and self._faults.delay_s("prefill") > 0:
@@ -296,12 +308,14 @@ class ChildLoop:
                 vocabulary=command.vocabulary,
                 share=command.share,
                 promise=command.promise,
-                **self._pipelines.moved(command),
+                pieces=pieces,
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
             _raise_if_lost(error)
-            code, message = _told(error)
-            self._refused.append(_refusal_of(command, code, message))
+            if pieces:  # There may be room for it later, and what does not fit is computed.
+                self._add(command, sent_s)
+            else:
+                self._refused.append(_end_of(command, FinishReason.ERROR, *_told(error)))
 
     def _step(self) -> None:
         """One batch; what it raises ends the process."""
@@ -376,12 +390,12 @@ def _told(error: Exception) -> tuple[str, str]:
             return EngineFailedError.code, f"{type(error).__name__}: {error}"
 
 
-def _refusal_of(command: Run, code: str, message: str) -> Produced:
+def _end_of(command: Run, finish: FinishReason, code: str = "", message: str = "") -> Produced:
     return Produced(
         request_id=command.request_id,
         attempt=command.attempt,
         position=len(command.output_ids),
-        finish=FinishReason.ERROR,
+        finish=finish,
         code=code,
         message=message,
     )

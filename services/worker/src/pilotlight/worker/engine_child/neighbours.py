@@ -1,7 +1,8 @@
 """The channels to the engines of other stages, made while this engine runs.
 
 A thread makes them, one pair after the other: to connect takes as long as the other engine needs to
-look at its door, and streams of other models must not wait for that.
+look at its door, and streams of other models must not wait for that. Between them it lets those in
+that come for something else (``KvSharing``).
 """
 
 import os
@@ -13,15 +14,23 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import structlog
+
 from pilotlight.common.cluster_key import find_cluster_key
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
 from pilotlight.common.messages.pipelines import ConnectStage, OpenDoor
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.errors import BadRequest, EngineError, PeerLost
+from pilotlight.worker.engine_child.kv_sharing import ABOUT, KvSharing
 
 if TYPE_CHECKING:
     from pilotlight.engine.channel.door import Door
+
+log = structlog.get_logger()
+
+IDLE_S = 60.0
+"""How long the thread waits for somebody to come: channels that nobody takes go after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +47,24 @@ class Neighbours:
 
     def __init__(self, monotonic_s: Callable[[], float]) -> None:
         self._monotonic_s = monotonic_s
+        self.kv = KvSharing(monotonic_s, lambda: self._me, self.wake)
+        """Whom those visit who are no stages."""
         self._door: Door | None = None
         self._me: Identity | None = None
         self._wanted: SimpleQueue[ConnectStage] = SimpleQueue()
         self._joined: SimpleQueue[Joined] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wanted_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when something is wanted."""
 
     @property
     def wake_fd(self) -> int:
         """Readable when ``take`` would give something."""
         return self._wake_fd
+
+    def wake(self) -> None:
+        """Make ``wake_fd`` readable. From any thread."""
+        os.eventfd_write(self._wake_fd, 1)
 
     def open_door(self, command: OpenDoor) -> int:
         """Listens; the port. Asked again, it is the same one.
@@ -68,7 +85,7 @@ class Neighbours:
             self._me = Identity(command.node_id, key)
             self._door = Door(self._me, (command.host, 0), self._monotonic_s)
             # It ends with the process: what it waits for may never come.
-            threading.Thread(target=self._join_all, name="neighbours", daemon=True).start()
+            threading.Thread(target=self._attend, name="neighbours", daemon=True).start()
         return self._door.port
 
     def connect(self, command: ConnectStage) -> None:
@@ -80,6 +97,7 @@ class Neighbours:
         if self._door is None:
             raise BadRequest(f"{command.instance_id} cannot be connected: the engine has no door")
         self._wanted.put(command)
+        os.eventfd_write(self._wanted_fd, 1)
 
     def take(self) -> tuple[Joined, ...]:
         """What has been made since the last call."""
@@ -93,11 +111,21 @@ class Neighbours:
             found.append(self._joined.get())
         return tuple(found)
 
-    def _join_all(self) -> None:
+    def _attend(self) -> None:
+        assert self._door is not None
         while True:
-            command = self._wanted.get()
-            self._joined.put(Joined(command, self._join(command)))
-            os.eventfd_write(self._wake_fd, 1)
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wanted_fd)
+            while not self._wanted.empty():
+                command = self._wanted.get()
+                self._joined.put(Joined(command, self._join(command)))
+                self.wake()
+            try:
+                for channel in self._door.guests(ABOUT):
+                    self.kv.visit(channel)
+                self._door.wait(IDLE_S, self._wanted_fd)
+            except (EngineError, OSError) as error:
+                log.warning("a visitor was lost", action="visitor_lost", why=str(error))
 
     def _join(self, command: ConnectStage) -> tuple[Channel, Channel] | EngineError:
         assert self._door is not None

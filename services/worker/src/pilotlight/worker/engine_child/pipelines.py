@@ -4,18 +4,13 @@ The loop has the commands obeyed here that concern more than one stage's load.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import structlog
 
 from pilotlight.common.messages.engine import (
-    ExportKv,
     FromEngine,
-    KvExported,
-    ReleaseRequest,
-    RequestReleased,
     ResizeStage,
-    Run,
     StageOpened,
     StageRefused,
     StageResized,
@@ -35,28 +30,15 @@ from pilotlight.common.messages.pipelines import (
 )
 from pilotlight.engine.channel.channel import Channel
 from pilotlight.engine.errors import EngineError
-from pilotlight.engine.results import Released, StageRoom, StepResult
-from pilotlight.policy.ids import InstanceId, RequestId
+from pilotlight.engine.results import StageRoom, StepResult
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Stage
-from pilotlight.policy.request import RequestKey
 from pilotlight.worker.engine_child.neighbours import Joined, Neighbours
 from pilotlight.worker.engine_child.stages import StageLoads
 
-if TYPE_CHECKING:
-    from pilotlight.engine.kv_pieces import KvPiece
-
 log = structlog.get_logger()
 
-PipelineCommand = (
-    OpenDoor
-    | ConnectStage
-    | ExtendStage
-    | ResizeStage
-    | ExportKv
-    | ReleaseRequest
-    | VouchStage
-    | RenameStage
-)
+PipelineCommand = OpenDoor | ConnectStage | ExtendStage | ResizeStage | VouchStage | RenameStage
 
 
 class PipelineEngine(Protocol):
@@ -83,10 +65,6 @@ class PipelineEngine(Protocol):
         must: bool = False,
         target_bytes: int = 0,
     ) -> StageRoom: ...
-    def export_kv(
-        self, instance_id: InstanceId, keys: Sequence[RequestKey], layers: Stage, since: int = 0
-    ) -> "tuple[KvPiece, ...]": ...
-    def release(self, request_id: RequestId, attempt: int) -> Released: ...
 
 
 class Pipelines:
@@ -143,8 +121,6 @@ class Pipelines:
                             device_bytes=room.device_bytes,
                         )
                     )
-                case ExportKv():
-                    self._send(self._exported(command))
                 case RenameStage():
                     self._engine.rename(command.instance_id, command.new_id)
                     self._send(
@@ -154,44 +130,8 @@ class Pipelines:
                             kv_capacity_tokens=self._engine.kv_capacity_tokens(command.new_id),
                         )
                     )
-                case ReleaseRequest():
-                    released = self._engine.release(command.request_id, command.attempt)
-                    self._send(
-                        RequestReleased(
-                            instance_id=command.instance_id,
-                            request_id=command.request_id,
-                            attempt=command.attempt,
-                            output_ids=list(released.output_ids),
-                        )
-                    )
         except Exception as error:  # noqa: BLE001 - what cannot be done to one stage must not end the others
             self.refuse(None if isinstance(command, OpenDoor) else command.instance_id, error)
-
-    def moved(self, command: Run) -> dict[str, Any]:
-        """What ``add`` is told besides of a request that comes with its KV.
-
-        Raises:
-            BadRequest: its bytes are not what they say.
-        """
-        if not command.kv:
-            return {}
-        # Only here: torch is imported when the engine is, and not before.
-        from pilotlight.worker.engine_child.kv import pieces_of
-
-        return {"pieces": pieces_of(RequestKey(command.request_id, command.attempt), command.kv)}
-
-    def _exported(self, command: ExportKv) -> KvExported:
-        # As above.
-        from pilotlight.worker.engine_child.kv import bytes_of
-
-        key = RequestKey(command.request_id, command.attempt)
-        pieces = self._engine.export_kv(command.instance_id, [key], command.layers, command.since)
-        return KvExported(
-            instance_id=command.instance_id,
-            request_id=command.request_id,
-            attempt=command.attempt,
-            kv=bytes_of(pieces),
-        )
 
     def refuse(self, instance_id: InstanceId | None, error: Exception) -> None:
         """Says why a stage stays what it was."""

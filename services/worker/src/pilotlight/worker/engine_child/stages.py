@@ -42,6 +42,8 @@ class LoadingEngine(Protocol):
         device_bytes: int,
         slot: int | None = None,
         plan: "GraphPlan | None" = None,
+        *,
+        may_grow: bool = False,
     ) -> StageRoom: ...
     def extend(
         self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
@@ -109,6 +111,7 @@ class StageLoads:
             command.device_bytes,
             model.slot,
             self.graphs.plan_of(command),
+            may_grow=command.may_grow,
         )
         name = PhaseName.INIT
         if command.artifact:

@@ -13,11 +13,9 @@ from pilotlight.common.errors import EngineFailed
 from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
-    ExportKv,
     FromEngine,
     LoadStage,
     PlacePart,
-    ReleaseRequest,
     ResizeStage,
     Run,
     StepDone,
@@ -128,16 +126,6 @@ class EngineClient(Protocol):
 
     async def resize_stage(self, command: ResizeStage) -> None:
         """Give a stage more bytes or fewer; ``StageResized`` or ``StageRefused`` follows."""
-        ...
-
-    async def export_kv(self, command: ExportKv) -> None:
-        """Copy what a request has in some layers; ``KvExported`` or ``StageRefused`` follows."""
-        ...
-
-    async def release_request(self, command: ReleaseRequest) -> None:
-        """Let a request go that goes on elsewhere; ``RequestReleased`` or ``StageRefused``
-        follows.
-        """
         ...
 
     async def run(self, command: Run) -> None:

@@ -19,10 +19,8 @@ from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
     EventFrame,
-    ExportKv,
     LoadStage,
     PlacePart,
-    ReleaseRequest,
     ResizeStage,
     Run,
     Shutdown,
@@ -241,12 +239,6 @@ class ProcessEngine:
         await self._send(command)
 
     async def resize_stage(self, command: ResizeStage) -> None:
-        await self._send(command)
-
-    async def export_kv(self, command: ExportKv) -> None:
-        await self._send(command)
-
-    async def release_request(self, command: ReleaseRequest) -> None:
         await self._send(command)
 
     async def run(self, command: Run) -> None:

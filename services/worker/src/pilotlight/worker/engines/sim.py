@@ -21,12 +21,9 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
-    ExportKv,
-    KvExported,
     LoadStage,
     PlacePart,
     Prefilled,
-    ReleaseRequest,
     ResizeStage,
     Run,
     StageFailed,
@@ -192,26 +189,6 @@ class SimEngine:
             return
         del self._stages[name]
         await self._say(StageFailed(instance_id=name, code=command.code, message=command.message))
-
-    async def export_kv(self, command: ExportKv) -> None:
-        """There is nothing to copy: tokens follow from those before them."""
-        self._check()
-        instance_id, request_id = command.instance_id, command.request_id
-        await self._say(
-            KvExported(
-                instance_id=instance_id, request_id=request_id, attempt=command.attempt, kv=()
-            )
-        )
-
-    async def release_request(self, command: ReleaseRequest) -> None:
-        self._check()
-        request = self._requests.leave(RequestKey(command.request_id, command.attempt))
-        if request is None:
-            await self._refuse(
-                command.instance_id, BadRequest.code, f"request {command.request_id} is not here"
-            )
-            return
-        await self._say(request.released())
 
     async def _stage_of(self, instance_id: InstanceId) -> SimStage | None:
         """A stage that is loaded; where there is none, that is said."""

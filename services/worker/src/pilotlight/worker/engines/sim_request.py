@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pilotlight.common.messages.engine import Produced, RequestReleased, Run
+from pilotlight.common.messages.engine import Produced, Run
 from pilotlight.policy.model import ModelSpec
 from pilotlight.policy.request import FinishReason
 from pilotlight.worker.engines.sim_tokens import SimTokens
@@ -85,13 +85,3 @@ class SimRequest:
             )
             for position, token_id in enumerate(token_ids, first)
         ]
-
-    def released(self) -> RequestReleased:
-        """Where it stands."""
-        run = self.run
-        return RequestReleased(
-            instance_id=run.instance_id,
-            request_id=run.request_id,
-            attempt=run.attempt,
-            output_ids=[*run.output_ids, *self.given],
-        )

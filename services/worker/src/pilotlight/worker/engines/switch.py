@@ -22,11 +22,9 @@ from pilotlight.common.errors import EngineFailed, UnsupportedModel
 from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
-    ExportKv,
     LoadStage,
     PlacePart,
     Prefilled,
-    ReleaseRequest,
     ResizeStage,
     Run,
     StageFailed,
@@ -199,14 +197,6 @@ class EngineSwitch:
     async def resize_stage(self, command: ResizeStage) -> None:
         """See ``EngineClient.resize_stage``."""
         await self._having(command.instance_id).resize_stage(command)
-
-    async def export_kv(self, command: ExportKv) -> None:
-        """See ``EngineClient.export_kv``."""
-        await self._having(command.instance_id).export_kv(command)
-
-    async def release_request(self, command: ReleaseRequest) -> None:
-        """See ``EngineClient.release_request``."""
-        await self._having(command.instance_id).release_request(command)
 
     async def run(self, command: Run) -> None:
         """See ``EngineClient.run``."""
