@@ -227,11 +227,8 @@ class Engine:
     def extend(
         self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
     ) -> StageRoom:
-        """As ``extension.begin``; ``UnknownInstance`` if it is not held. A later step says that the
-        stage has grown: of one that follows, that all parts are in place.
-        """
-        resident = self._stages.held(instance_id)
-        return extension.begin(resident, stage, device_bytes, shorter=shorter)
+        """As ``extension.begin``; a later step says that it has grown, or a follower has all."""
+        return extension.begin(self._stages.held(instance_id), stage, device_bytes, shorter=shorter)
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """As ``extension.call_off``; False of a stage that is not held."""

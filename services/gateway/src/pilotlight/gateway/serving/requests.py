@@ -132,7 +132,7 @@ class _Life:
         self._attempts = self._losses = 0
         self._ran_at: InstanceId | None = None
         self.place: Place | None = None
-        self._told_held = False
+        self._told_held = self._waited_out = False
         self._accepted_s = 0.0
         self.finish: FinishReason | None = None
         """Why the engine ended it; None: it has not."""
@@ -145,7 +145,6 @@ class _Life:
         """Device-seconds of the attempts that are over."""
         self._tokens_before = 0
         """Output that earlier attempts had given."""
-        self._waited_out = False
 
     async def tell(self, update: Update) -> bool:
         """Whether the listener wants no more; its error leaves as ``ListenerFailed``."""

@@ -136,8 +136,7 @@ class ChildLoop:
 
         Raises:
             OSError: the parent went away in the middle of an answer.
-            Exception: a step failed, or the device's context is lost: nothing that the engine holds
-                can be trusted.
+            Exception: a step failed, or the device's context is lost: nothing held can be trusted.
         """
         listen(self._turn_to)
         self._send(up)
