@@ -29,7 +29,10 @@ async def test_what_is_on_the_disk_needs_no_source(cluster: Cluster) -> None:
     manifest = msgspec.json.decode(cluster.objects[manifest_key(model.digest)], type=Manifest)
     chunks = sum(len(part.chunks) for part in manifest.parts)
     stored = await cluster.heard.report(
-        lambda report: len(list((cluster.folder / "tier").rglob("*.chunk"))) == chunks
+        lambda report: (
+            len(list((cluster.folder / "tier").rglob("*.chunk"))) == chunks
+            and report.facts.disk_tier_used_bytes > 0
+        )
     )
     assert stored.facts.disk_tier_bytes == tier["disk_tier_bytes"]
     await until(lambda: first.context.store.exists(all_digests_key(model.digest)))

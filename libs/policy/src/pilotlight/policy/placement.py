@@ -374,10 +374,8 @@ def _eviction(
         },
         misses=misses,
     )
-    owed = owed_service(known, rules.service, snapshot.now_s)
-    request = RoomRequest(
-        need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=frozenset(owed)
-    )
+    owed = frozenset(owed_service(known, rules.service, snapshot.now_s))
+    request = RoomRequest(need_bytes=0, free_bytes=0, now_s=snapshot.now_s, protected=owed)
     return request, on_device(worker, node, facts)
 
 

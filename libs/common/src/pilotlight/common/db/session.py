@@ -6,7 +6,6 @@ work has ended.
 """
 
 import asyncio
-import math
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -16,15 +15,9 @@ from typing import Any
 import msgspec
 import psycopg
 import structlog
-from sqlalchemy import event, text
+from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import (
-    DataError,
-    DBAPIError,
-    InterfaceError,
-    InvalidatePoolError,
-    OperationalError,
-)
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
@@ -49,11 +42,8 @@ STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
 """For a whole unit of work, commit included: nothing waits longer for a database that does not
 answer."""
-PING_AFTER_S = 0.2
-"""A connection that was used so lately is taken for alive."""
 PREPARE_AFTER = 5
 """A statement that a connection has executed so often is prepared: psycopg's own default."""
-_USED = "used_s"
 
 
 class Failure(StrEnum):
@@ -113,6 +103,7 @@ class Database:
             pool_size=settings.database_pool_size,
             max_overflow=0,
             pool_timeout=CONNECT_TIMEOUT_S,
+            pool_pre_ping=True,
             json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
@@ -123,7 +114,6 @@ class Database:
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
             },
         )
-        _ping_idle(self._engine, clock)
         self._new_events = inserted(tables.outboxes[schema], _EVENT)
         self._on_events: list[Callable[[], None]] = []
         self._on_failure: list[Callable[[Failure], None]] = []
@@ -244,27 +234,6 @@ class Database:
         await work.connection.execute(
             self._new_events, document([{**event, "at": at} for event in work.events])
         )
-
-
-def _ping_idle(engine: AsyncEngine, clock: Clock) -> None:
-    """Have a connection that was not used for a while answer before it is used again: the server
-    may have gone meanwhile. One that answered a moment ago is not asked: that would be a round trip
-    more for each of dozens of transactions a second.
-    """
-
-    def checkin(connection: Any, record: Any) -> None:
-        record.info[_USED] = clock.monotonic_s()
-
-    def checkout(connection: Any, record: Any, proxy: Any) -> None:
-        if clock.monotonic_s() - record.info.get(_USED, -math.inf) < PING_AFTER_S:
-            return
-        try:
-            engine.dialect.do_ping(connection)
-        except psycopg.Error as error:
-            raise InvalidatePoolError from error
-
-    event.listen(engine.sync_engine, "checkin", checkin)
-    event.listen(engine.sync_engine, "checkout", checkout)
 
 
 async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:
