@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, copied, eventually, running
-from tiny_checkpoint import write_tiny
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -56,9 +55,11 @@ def system() -> Iterator[RunningSystem]:
             yield started
 
 
-def added(system: RunningSystem, model: str, folder: Path, slo_ms: float) -> None:
+def added(
+    system: RunningSystem, model: str, folder: Path, slo_ms: float, dtype: str = "float32"
+) -> None:
     """In float32, so that stages round as one worker does."""
-    slo = ("--ttft-ms", str(slo_ms), "--dtype", "float32")
+    slo = ("--ttft-ms", str(slo_ms), "--dtype", dtype)
     system.cli("model", "add", model, str(folder), *slo)
 
 
@@ -135,8 +136,9 @@ def test_four_stages_become_two_while_they_answer(system: RunningSystem, text: s
     assert len(released) == 2
     eventually(lambda: not any(held(system)[one] for one in released))
     assert said(system, "four") == text
-    # What was let go serves another model, while the first one is there.
-    added(system, "next", write_tiny(system.home / "models" / "next"), EASY_MS)
+    # What was let go serves another model, while the first one is there: with half of the bytes it
+    # fits where nothing is held, and nowhere else.
+    added(system, "next", copied(system.home / "models", "next"), EASY_MS, "bfloat16")
     said(system, "next", tokens=1)
     (serving,) = group(system, "next", "ready", 1)
     assert serving["worker_id"] in released
