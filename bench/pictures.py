@@ -17,7 +17,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pictures_cache import draw_drift, draw_mix, draw_paper
-from pictures_groups import draw_bursts, draw_ladder, draw_stages
+from pictures_groups import draw_bursts, draw_ladder, draw_stages, draw_tokens
 from pictures_scheduler import draw_attainment, draw_burst
 
 Measurements = dict[str, dict[str, Any]]
@@ -346,6 +346,7 @@ def main() -> None:
         "stages": (draw_stages, "s = 1"),
         "ladder": (draw_ladder, "single"),
         "bursts": (draw_bursts, "16 requests, groups of 1"),
+        "tokens": (draw_tokens, "512 tokens, the group becomes one worker"),
     }.items():
         if first in results.get("groups", {}):
             save(partial(draw, measurements=results["groups"]), folder / f"groups-{name}.svg")

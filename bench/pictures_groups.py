@@ -1,4 +1,4 @@
-"""Pictures of ``bench/results/groups.json``: figures 8, 9 and 14 of ParaServe, as we have them."""
+"""Pictures of ``bench/results/groups.json``: figures 8, 9, 13 and 14 of ParaServe, as we have them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +12,10 @@ STAGES = ("s = 1", "s = 2", "s = 4", "chosen for 12 s")
 RUNGS = ("single", "+prefetch", "+stream", "+overlap", "+warm", "+parallel")
 SIZES = {1: "#9a9a9a", 2: "#c9b79c", 4: "#1f6f8b"}
 BURSTS = (16, 32, 64, 128)
+CURVES = {
+    "512 tokens, the group becomes one worker": ("one worker goes on", OURS),
+    "512 tokens, each worker keeps its layers": ("four stages to the end", "#9a9a9a"),
+}
 
 
 def draw_stages(axes: Axes, measurements: Measurements) -> None:
@@ -44,6 +48,19 @@ def draw_bursts(axes: Axes, measurements: Measurements) -> None:
     axes.set_xlabel("requests at once for a model that no node has")
     axes.set_ylabel("average seconds to the first token")
     axes.set_title("Bursts on 16 simulated workers behind links of 50 Mbit/s")
+    axes.legend(loc="upper left", frameon=False)
+
+
+def draw_tokens(axes: Axes, measurements: Measurements) -> None:
+    """Figure 13: tokens of one request over time, with and without scaling down."""
+    for what, (label, color) in CURVES.items():
+        by_s = measurements[what]["samples"]["tokens by the end of each second"]
+        axes.plot(range(1, len(by_s) + 1), by_s, color=color, label=label)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the request for a model that no node has")
+    axes.set_ylabel("tokens at the client")
+    axes.set_title("One request that four nodes begin to answer")
     axes.legend(loc="upper left", frameon=False)
 
 
