@@ -6,8 +6,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from pilotlight.gateway.admin.gate import OPEN_PATHS as OPEN_TO_ADMINS
 from pilotlight.gateway.app import OPEN_PATHS, TRACED_PATHS
 from pilotlight.gateway.openai.document import openapi_document
+from pilotlight.gateway.ui.door import MOUNTED_AT, STATIC
+from pilotlight.gateway.ui.door import OPEN_PATHS as OPEN_PAGES_OF_UI
 
 pytestmark = pytest.mark.anyio
 
@@ -40,8 +43,18 @@ async def test_every_route_is_on_the_page(world):
         path = route.replace("{model}", "{name}")
         where = open_routes if path in OPEN_PATHS else page
         assert f"`{path}`" in where or f"{path}`" in where, path
-    for path in OPEN_PATHS:
-        assert f"`{path}`" in open_routes
+
+
+async def test_the_page_lists_what_is_open_and_nothing_else():
+    section = PAGE.read_text().split("## Open routes\n")[1]
+    redirected = {MOUNTED_AT, f"{MOUNTED_AT}/"}
+    assert set(re.findall(r"`(/[^`…]*)`", section)) == (
+        OPEN_PATHS
+        | {f"/admin/v1{path}" for path in OPEN_TO_ADMINS}
+        | {f"{MOUNTED_AT}{path}" for path in OPEN_PAGES_OF_UI}
+        | {f"{MOUNTED_AT}{STATIC.rstrip('/')}"}
+        | redirected
+    )
 
 
 async def test_what_is_answered_by_the_fleet_is_traced():
