@@ -1,4 +1,4 @@
-"""Pictures of ``bench/results/groups.json``: figures 8, 9, 13 and 14 of ParaServe, as we have them."""
+"""Pictures of ``bench/results/groups.json``: figures 8, 9, 13 and 14 of ParaServe, as ours."""
 
 from collections.abc import Sequence
 from typing import Any
