@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -32,7 +32,8 @@ from pilotlight.policy.coldstart.testing import (
     start_model,
     start_server,
 )
-from pilotlight.policy.ids import NodeId
+from pilotlight.policy.ids import NodeId, WorkerId
+from pilotlight.policy.model import Slo
 
 RULES = StartRules()
 
@@ -40,8 +41,9 @@ RULES = StartRules()
 def every_scheme(
     request: StartRequest, servers: tuple[Server, ...], rules: StartRules
 ) -> Iterator[StartScheme]:
-    """All of them: each s, each order of servers on nodes of their own, each set of full-memory
-    workers that is large enough, each source. Of a model that no device could hold those of several
+    """All of them: each s, each order of servers on nodes of their own, or with buses of their own
+    where those may share a start, each set of full-memory workers that is large enough, each
+    source. Of a model that no device could hold those of several
     stages, without a full-memory worker.
     """
     model = request.model
@@ -50,7 +52,7 @@ def every_scheme(
     ):
         stages = even_stages(model.spec, size)
         for order in itertools.permutations(servers, size):
-            if len({one.node_id for one in order}) < size:
+            if not are_apart(order, rules):
                 continue
             for roles in itertools.product((True, False), repeat=size):
                 if request.whole:
@@ -83,6 +85,13 @@ def every_scheme(
                         for (server, stage, full), offer in zip(places, taken, strict=True)
                     ]
                     yield predict(request, chosen, rules)
+
+
+def are_apart(order: Sequence[Server], rules: StartRules) -> bool:
+    return all(
+        one.node_id != other.node_id or (rules.share_nodes and one.own_bus and other.own_bus)
+        for one, other in itertools.combinations(order, 2)
+    )
 
 
 def best_of_all(
@@ -120,6 +129,43 @@ def test_it_is_the_best_of_all_for_what_no_device_could_hold(
     request, servers = random_start(random.Random(seed), nodes=nodes)
     rules = StartRules(proportional_shares=proportional, streaming=streaming, full_leads=full_leads)
     assert_best(replace(request, whole=False), servers, rules)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_it_is_the_best_of_all_where_workers_of_a_node_share_a_start(
+    seed: int, nodes: int, instances: int, whole: bool
+) -> None:
+    rng = random.Random(seed)
+    request, servers = random_start(rng, nodes=nodes)
+    twice = [
+        replace(one, worker_id=WorkerId(f"{one.worker_id}-{copy}"), own_bus=rng.random() < 0.7)
+        for one in servers[:3]
+        for copy in range(2)
+    ]
+    rules = replace(RULES, share_nodes=True, max_stages=3)
+    assert_best(replace(request, instances=instances, whole=whole), tuple(twice), rules)
+
+
+def test_two_devices_of_one_node_are_filled_at_once_from_its_host_pool() -> None:
+    model = replace(start_model(), slo=Slo(ttft_ms=500, tpot_ms=200))
+    parts = frozenset(range(model.spec.num_layers + 2))
+    servers = tuple(
+        replace(start_server(number, node="n0"), present=parts, prefill_s=0.0, own_bus=True)
+        for number in range(2)
+    )
+    request, rules = StartRequest(model=model), replace(RULES, share_nodes=True)
+    shared = choose_start(request, servers, rules)
+    assert shared is not None
+    assert shared.meets_slo
+    assert [one.worker_id for one in shared.stages] == ["w0", "w1"]
+    # What the paper's servers share, these would too.
+    for other in (
+        choose_start(request, servers, RULES),
+        choose_start(request, tuple(replace(one, own_bus=False) for one in servers), rules),
+    ):
+        assert other is not None
+        assert (other.size, other.meets_slo) == (1, False)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -19,6 +19,7 @@ from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, T
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
 from pilotlight.policy.control.testing import LargeCluster, Size, view
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Epoch, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import InstanceEvent
 from pilotlight.policy.model import Stage
@@ -27,6 +28,8 @@ from pilotlight.policy.testing import NOW_S, held, instance, model, node
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 WHOLE, FRONT, BACK = Stage(0, 4), Stage(0, 2), Stage(2, 4)
+FULL_BYTES = stage_room(model(), WHOLE).least_bytes
+"""The whole model, and some KV."""
 RULES = ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0)
 
 
@@ -38,7 +41,7 @@ def _group(*, full: int = 0, state: InstanceState = InstanceState.READY) -> Inst
             one.placements[0],
             worker_id=WorkerId(f"w{at}"),
             stage=stage,
-            device_bytes=100 if at == full else 40,
+            device_bytes=FULL_BYTES if at == full else 40,
         )
         for at, stage in enumerate((FRONT, BACK))
     )
@@ -64,6 +67,16 @@ def test_the_first_worker_with_room_for_all_takes_the_model_on() -> None:
         assert stages[full] == WHOLE
         assert stages[1 - full] == (FRONT, BACK)[1 - full]
     assert not plan_growth([Record(instance=_group(full=2), model=model())])
+
+
+def test_room_for_the_parameters_alone_is_no_room_for_the_model() -> None:
+    """A low-memory stage's KV may be larger than the parameters that it lacks."""
+    group = _group()
+    lead = replace(group.placements[0], device_bytes=FULL_BYTES - 1)
+    assert lead.device_bytes > model().device_bytes(WHOLE)
+    assert not plan_growth(
+        [Record(instance=replace(group, placements=(lead, group.placements[1])), model=model())]
+    )
 
 
 def test_a_group_serves_when_its_stages_are_joined() -> None:

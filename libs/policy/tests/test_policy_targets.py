@@ -19,6 +19,7 @@ from pilotlight.policy.control.reconcile import (
 )
 from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.control.testing import view
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.instance import SERVING, InstanceEvent
 from pilotlight.policy.load import promised
@@ -30,6 +31,8 @@ from pilotlight.policy.testing import NOW_S, demand, held, instance, model, worl
 
 WHOLE = Stage(0, 4)
 PARTS = (Stage(0, 1), Stage(1, 2), Stage(2, 3), Stage(3, 4))
+FULL_BYTES = stage_room(model(), WHOLE).least_bytes
+"""The whole model, and some KV."""
 RULES = ReconcileRules(term_started_s=NOW_S - 1000, hold_deadline_s=10.0)
 SCALING = ScalingRules(instance_requests=4)
 EPOCH = Epoch(1)
@@ -50,7 +53,7 @@ def group(
             one.placements[0],
             worker_id=WorkerId(f"w{at}"),
             stage=replace(stage, stop=4) if at == size - 1 else stage,
-            device_bytes=100 if at < full else 40,
+            device_bytes=FULL_BYTES if at < full else 40,
         )
         for at, stage in enumerate(PARTS[:size])
     )

@@ -37,6 +37,7 @@ def rules_of(settings: SchedulerSettings, term_started_s: float) -> ControlRules
                     max_steps=SEARCH_STEPS,
                     least_full=1,
                     full_leads=True,
+                    share_nodes=True,
                 ),
             ),
         ),

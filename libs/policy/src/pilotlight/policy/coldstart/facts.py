@@ -110,6 +110,7 @@ def servers_for(
                 decode_s=decode_s,
                 present=present,
                 offers=offers,
+                own_bus=device.kind is DeviceKind.CUDA,
             )
         )
     return tuple(servers)

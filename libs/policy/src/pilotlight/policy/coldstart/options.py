@@ -78,7 +78,8 @@ def stage_options(
 
     1. servers with room for it, or for the whole model, from each place that has what they miss
     2. not over links on which a running fetch would be late
-    3. of workers of one node that look alike the first
+    3. of workers of one node that look alike the first; as many as there are stages, where they may
+       share a start
     4. links that every option of another stage uses are shared with that stage, whatever is chosen
     5. on the best nodes by their own terms
 
@@ -92,7 +93,10 @@ def stage_options(
     looks = _looks(request, servers, stages, only_full)
     found: list[list[Option]] = []
     for stage in stages:
-        found.append(_options(request, servers, stage, rules, looks, only_full=only_full))
+        alike = len(stages) if rules.share_nodes else 1
+        found.append(
+            _options(request, servers, stage, rules, looks, only_full=only_full, alike=alike)
+        )
         if not found[-1]:
             return None
     surely = [_common_links(options) for options in found]  # 4
@@ -123,12 +127,13 @@ def _options(
     looks: tuple[Mapping[WorkerId, tuple[object, ...]], Mapping[NodeId, object]],
     *,
     only_full: bool,
+    alike: int,
 ) -> list[Option]:
-    """Rules 1 to 3."""
+    """Rules 1 to 3, with at most ``alike`` workers that look so on one node."""
     model = request.model
     rooms: dict[int, tuple[tuple[bool, int], ...]] = {}
     of_workers, on_nodes = looks
-    best: dict[tuple[object, ...], Option] = {}
+    best: dict[tuple[object, ...], list[Option]] = defaultdict(list)
     for server in servers:
         if server.granule_bytes not in rooms:
             whole = stage_room(model, model.spec.whole, server.granule_bytes).least_bytes
@@ -145,7 +150,8 @@ def _options(
             at = server.offers.index(offer) if offer is not None else -1
             likeness = at, of_workers[server.worker_id], on_nodes[server.node_id]
             keys = {full: (server.node_id, full, *likeness[:2]) for full, _ in fitting}
-            news = [one for one in fitting if not _is_behind(server, best.get(keys[one[0]]))]
+            most = alike if server.own_bus else 1
+            news = [one for one in fitting if not _is_behind(server, best[keys[one[0]]], most)]
             if not news:  # 3
                 continue
             newcomer = _newcomer(offer, size)
@@ -155,13 +161,20 @@ def _options(
                 assigned = Assigned(server=server, stage=stage, full=full, offer=offer)
                 cost = stage_cost_on(request, assigned, 0, 0.0, rules)
                 limit = newcomer.limit_bytes_per_s
-                best[keys[full]] = Option(assigned, room, size, limit, cost, (full, *likeness))
-    return list(best.values())
+                kept = best[keys[full]]
+                kept.append(Option(assigned, room, size, limit, cost, (full, *likeness)))
+                kept.sort(key=_worker_id)
+                del kept[most:]
+    return [one for kept in best.values() for one in kept]
 
 
-def _is_behind(server: Server, known: Option | None) -> bool:
-    """Whether another worker, of which predictions see the same, comes first."""
-    return known is not None and known.assigned.server.worker_id <= server.worker_id
+def _is_behind(server: Server, known: Sequence[Option], most: int) -> bool:
+    """Whether as many other workers, of which predictions see the same, come first."""
+    return len(known) >= most and _worker_id(known[-1]) <= server.worker_id
+
+
+def _worker_id(option: Option) -> WorkerId:
+    return option.assigned.server.worker_id
 
 
 def _looks(

@@ -8,7 +8,7 @@ needs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from pilotlight.policy.coldstart.contention import ROUNDING_S, LinkName
@@ -30,7 +30,8 @@ def choose_start(
     """The best of all schemes on up to ``rules.nodes`` nodes, in the order (SLO met, s, device
     bytes, TTFT); None when there is none that running fetches allow.
 
-    1. for each s from ``request.instances`` on: stages of even bytes, each on a node of its own
+    1. for each s from ``request.instances`` on: stages of even bytes, each on a node of its own, or
+       on a device of its own where those of a node have each their bus (``rules.share_nodes``)
     2. w full-memory workers, as many as are to become instances: more only where a worker's share
        of the computation is that of its memory. None, and s > 1, where no device could hold the
        whole model: the group becomes a shorter pipeline, or stays as it is
@@ -110,7 +111,7 @@ class _Search:
             return
         stage, left = self.stages[at], len(self.stages) - at
         used = {one.node_id for one in self._chosen}
-        tried: dict[tuple[object, ...], NodeId] = {}
+        tried: set[tuple[object, ...]] = set()
         self._count(stage.links, -1)
         following_s = self.request.spent_s + self._rest[at + 1][1] + self._hop_s
         for option in stage.options:
@@ -123,10 +124,14 @@ class _Search:
             if at == 0 and full > 0 and self.rules.full_leads and not option.assigned.full:
                 continue
             still = full - option.assigned.full
-            if option.node_id in used or not 0 <= still <= left - 1:
+            if not self._is_free(option, used) or not 0 <= still <= left - 1:
                 continue
-            if tried.setdefault(option.likeness, option.node_id) != option.node_id:
+            likeness = option.likeness
+            if option.node_id in used:
+                likeness = (*likeness, option.node_id)
+            if likeness in tried:
                 continue
+            tried.add(likeness)
             self._chosen.append(option)
             self._count(option.links, 1)
             if self._may_win(still):
@@ -134,6 +139,17 @@ class _Search:
             self._count(option.links, -1)
             self._chosen.pop()
         self._count(stage.links, 1)
+
+    def _is_free(self, option: Option, used: Set[NodeId]) -> bool:
+        """Whether an option may be chosen beside what is chosen already."""
+        if option.node_id not in used:
+            return True
+        if not self.rules.share_nodes or not option.assigned.server.own_bus:
+            return False
+        beside = (one.assigned.server for one in self._chosen if one.node_id == option.node_id)
+        return all(
+            one.own_bus and one.worker_id != option.assigned.server.worker_id for one in beside
+        )
 
     def _count(self, links: Sequence[LinkName] | frozenset[LinkName], more: int) -> None:
         for link in links:

@@ -149,12 +149,13 @@ def _in_free_room(instance: Instance, model: Model, room: Room) -> tuple[GrowOrd
 
 def _first_with_room(instance: Instance, model: Model) -> Placement | None:
     """Rule 2."""
-    full_bytes = model.device_bytes(model.spec.whole)
-    return min(
-        (one for one in instance.placements if one.device_bytes >= full_bytes),
-        key=lambda one: one.stage,
-        default=None,
-    )
+    able = (one for one in instance.placements if _was_granted_all(one, model))
+    return min(able, key=lambda one: one.stage, default=None)
+
+
+def _was_granted_all(placement: Placement, model: Model) -> bool:
+    """Whether a worker has what the whole model needs at least: its parameters, and some KV."""
+    return placement.device_bytes >= stage_room(model, model.spec.whole).least_bytes
 
 
 def _others(
@@ -177,7 +178,7 @@ def _others(
 def _with_room(placement: Placement, model: Model, room: Room) -> Placement | None:
     """A worker with the whole model; None where it has not the room."""
     whole = model.spec.whole
-    if placement.device_bytes >= model.device_bytes(whole):
+    if _was_granted_all(placement, model):
         return replace(placement, stage=whole)
     free_bytes, granule_bytes = room(placement.worker_id)
     needed = stage_room(model, whole, granule_bytes)
