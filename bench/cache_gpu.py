@@ -221,12 +221,21 @@ def switch(shape: str, weights: Path, work: Path, kind: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def system(work: Path, variables: Mapping[str, str], kind: str) -> Generator[Served]:
-    """A system without models."""
+def system(
+    work: Path, variables: Mapping[str, str], kind: str, more: Sequence[str] = ()
+) -> Generator[Served]:
+    """A system without models.
+
+    Args:
+        work: for its files.
+        variables: of its environment, beside our own.
+        kind: of its workers.
+        more: arguments of ``pilotlight up``.
+    """
     home, log, port = work / "home", work / "pilotlight.log", free_port()
     code = "import sys; from pilotlight.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "up", "--json", "--port", str(port)]
-    command += ["--worker-kind", kind, "--gateways", "1"]
+    command += ["--worker-kind", kind, "--gateways", "1", *more]
     environment = {
         **own_variables(),
         **empty_caches(work),

@@ -29,6 +29,8 @@ NOT_IN_BUNDLES = ("nixl",)
 """Extras of members that an archive does not hold: hundreds of megabytes that few machines have a
 use for."""
 NOT_FOR_RUNNING_TESTS = ("import-linter", "pyright", "ruff")
+OF_A_NEWER_LIBC = ("libcachesim",)
+"""For tests, too, and with no wheel for ``GLIBC``: the tests that need it stay behind."""
 COMMAND_DEADLINE_S = 1800.0
 
 
@@ -56,7 +58,11 @@ def needed(uv: "Uv", *, with_torch: bool) -> Groups:
         for line in (ROOT / "requirements-dev.txt").read_text().splitlines()
         if line and not line.startswith("#")
     ]
-    for_tests = [item for item in development if split(item)[0] not in NOT_FOR_RUNNING_TESTS]
+    for_tests = [
+        item
+        for item in development
+        if split(item)[0] not in (*NOT_FOR_RUNNING_TESTS, *OF_A_NEWER_LIBC)
+    ]
     runtime = uv.resolve([*others, "pip"])
     torch = uv.resolve([*others, "pip", *own_torch]) if with_torch else runtime
     tests = uv.resolve([*others, "pip", *for_tests, *(own_torch if with_torch else ())])
