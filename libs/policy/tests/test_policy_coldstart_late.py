@@ -18,7 +18,9 @@ from pilotlight.policy.testing import NOW_S, Epoch, model, node, worker
 RULES = ChoiceRules(start=StartRules(max_stages=2, max_steps=2000))
 
 
-def chosen(slo_s: float, waited_s: float, evictable_bytes: int = 0) -> Chosen:
+def chosen(
+    slo_s: float, waited_s: float, evictable_bytes: int = 0, prompt_tokens: int = 0
+) -> Chosen:
     """What a model gets whose fetch takes 12 s over one of two links, and 6 s over both."""
     asked = replace(
         model(), uri="s3://bucket/m", slo=Slo(ttft_ms=slo_s * 1000, tpot_ms=1_000_000.0)
@@ -26,7 +28,11 @@ def chosen(slo_s: float, waited_s: float, evictable_bytes: int = 0) -> Chosen:
     nodes = tuple(replace(node(), node_id=NodeId(f"n{at}"), nic_bytes_per_s=5.0) for at in range(2))
     workers = tuple(replace(worker(at), node_id=one.node_id) for at, one in enumerate(nodes))
     demand = Demand(
-        model=asked.name, waiting=1, oldest_age_s=waited_s, deadline_in_s=slo_s - waited_s
+        model=asked.name,
+        waiting=1,
+        oldest_age_s=waited_s,
+        deadline_in_s=slo_s - waited_s,
+        prompt_tokens=prompt_tokens,
     )
     snapshot = Snapshot(
         now_s=NOW_S,
@@ -71,3 +77,12 @@ def test_a_late_start_leaves_workers_to_those_that_can_be_in_time(
 ) -> None:
     found = chosen(slo_s, waited_s, evictable_bytes)
     assert (found.scheme.pipeline_size, found.meets_slo) == (stages, meets_slo)
+
+
+def test_a_prediction_is_for_the_prompt_that_waits() -> None:
+    usual, same, short, long = (
+        chosen(9.0, 0.1, prompt_tokens=tokens).scheme.predicted_ttft_s
+        for tokens in (0, RULES.usual.prompt_tokens, 1, 100_000)
+    )
+    assert usual == same
+    assert short < usual < long

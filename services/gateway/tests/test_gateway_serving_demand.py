@@ -1,5 +1,6 @@
 """What the scheduler says of a model that fits on no worker ends what waits for it, at once."""
 
+import msgspec
 import pytest
 
 from pilotlight.common.bus import Bus
@@ -56,3 +57,12 @@ async def test_requests_for_what_never_fits_are_told_at_once(bus: Bus) -> None:
     assert (newer.error, other.error) == (None, None), "another version may fit"
     assert queue.held == 2
     await publisher.stop()
+
+
+def test_demand_tells_the_prompt_of_its_oldest_request() -> None:
+    queue = PendingQueue(NothingServes(), ManualClock(), QueueBounds())  # type: ignore[arg-type]
+    for since_s, tokens in ((2.0, 7), (1.0, 161), (3.0, 9)):
+        asked = ticket("m", "d")
+        queue.enter(msgspec.structs.replace(asked, since_s=since_s, held_tokens=tokens))
+    (told,) = queue.demand()
+    assert (told.waiting, told.prompt_tokens) == (3, 161)

@@ -37,6 +37,8 @@ class Demand:
     window_s: float = 1.0
     trace_parent: str = ""
     """W3C trace context of the oldest waiting request: the cold start joins its trace."""
+    prompt_tokens: int = 0
+    """Of the oldest waiting request, with what it was answered before; 0: nobody says."""
 
     def aged(self, by_s: float) -> "Demand":
         """The same, so much later."""
@@ -47,6 +49,7 @@ class Demand:
             oldest_age_s=self.oldest_age_s + by_s,
             deadline_in_s=self.deadline_in_s - by_s,
             trace_parent=self.trace_parent,
+            prompt_tokens=self.prompt_tokens,
         )
 
 

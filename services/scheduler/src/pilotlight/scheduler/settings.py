@@ -39,8 +39,8 @@ class SchedulerSettings(
         1,
         ge=1,
         le=8,
-        description="Workers that may share a start of one model: each, on a node or a GPU of its own, brings a range of its layers, and the first "
-        "then takes on the whole model, or as few as have room for it share it for good. 1: every start has one worker.",
+        description="Workers that may share a start of one model: each, on a node or a GPU of its own, brings a range of its layers, and "
+        "the first then takes on the whole model, or as few as have room for it share it for good. 1: every start has one worker.",
     )
     consolidate: bool = Field(
         True,

@@ -230,17 +230,23 @@ def _asked(
     rules: ChoiceRules,
     known: KnownStarts,
 ) -> tuple[StartRequest, Sequence[Server]]:
-    """The question to a policy: what is to be started, and where it could go."""
+    """The question to a policy: what is to be started, and where it could go.
+
+    Its prompt is that of the oldest request that waits, where that is known.
+    """
+    waiting = (one for one in snapshot.demand if one.model == model.name)
+    oldest = max(waiting, key=lambda one: one.oldest_age_s, default=None)
+    waited_s = oldest.oldest_age_s if oldest is not None else 0.0
+    usual = rules.usual
+    if oldest is not None and oldest.prompt_tokens > 0:
+        usual = replace(usual, prompt_tokens=oldest.prompt_tokens)
     facts = ClusterFacts(
         nodes={one.node_id: one for one in snapshot.nodes},
         timings=known.timings,
-        usual=rules.usual,
+        usual=usual,
         bare=rules.bare,
     )
     servers = servers_for(model, found, facts)
-    waited_s = max(
-        (one.oldest_age_s for one in snapshot.demand if one.model == model.name), default=0.0
-    )
     links = {link for server in servers for offer in server.offers for link in offer.links}
     kinds, timings = {one.worker.device.kind for one in found}, known.timings
     request = StartRequest(

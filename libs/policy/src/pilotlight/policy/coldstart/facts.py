@@ -37,7 +37,7 @@ DISK = "disk"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usual:
-    """The request that predictions are made for."""
+    """The request that predictions are made for, as far as nobody says what waits."""
 
     prompt_tokens: int = 512
     context_tokens: int = 1024

@@ -290,6 +290,7 @@ class PendingQueue:
                     oldest_age_s=now_s - oldest.ticket.since_s,
                     deadline_in_s=min(place.ticket.deadline_s for place in waiting) - now_s,
                     trace_parent=oldest.ticket.trace_parent,
+                    prompt_tokens=oldest.ticket.held_tokens,
                 )
             )
         return tuple(demands)
