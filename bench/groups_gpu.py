@@ -167,7 +167,7 @@ def phases_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     first_s = min((one["start_s"] for one in phases), default=0.0)
     return [
         {
-            **{key: one[key] for key in ("name", "worker_id", "stage") if one.get(key) is not None},
+            **{key: one[key] for key in ("name", "lane", "detail") if one.get(key)},
             "from_ms": round(1e3 * (one["start_s"] - first_s), 1),
             "to_ms": round(1e3 * (one["end_s"] - first_s), 1),
         }
