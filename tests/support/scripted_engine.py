@@ -88,7 +88,9 @@ class ScriptedEngine:
             kv_capacity_tokens=512,
         )
 
-    def place_part(self, instance_id: InstanceId, part: int, tensors: Any) -> PlacedPart:
+    def place_part(
+        self, instance_id: InstanceId, part: int, tensors: Any, following: Any = None
+    ) -> PlacedPart:
         if self.place_error is not None:
             raise self.place_error
         self.seen += [(name, bytes(view[:8])) for name, (_, _, view) in tensors.items()]

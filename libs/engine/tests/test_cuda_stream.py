@@ -180,3 +180,53 @@ def test_slabs_are_pinned_one_by_one_the_wanted_first(arena, fake, monkeypatch):
     assert (sum(pinned), fake.registered - before) == (10 * 4096, 3)
     slabs.close()
     assert fake.registered == before
+
+
+def test_parts_that_were_ordered_ahead_come_to_their_places(arena, checkpoint, clock):
+    model = checkpoint("llama")
+    decoder = decoder_of(model.spec)
+    memory = StageMemory(arena, decoder, model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    first, second, *others = parameters.parts
+    parameters.place(first, model.parts[first], clock, (second, model.parts[second]))
+    assert first in parameters
+    assert second not in parameters
+    parameters.place(second, model.parts[second], clock, (first, model.parts[first]))
+    for part in others:
+        parameters.place(part, model.parts[part], clock)
+    assert parameters.complete
+    for part, tensors in model.parts.items():
+        placed = memory.tensors(part)
+        for name, (_, shape, buffer) in tensors.items():
+            expected = torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)
+            assert torch.equal(placed[name.removeprefix(decoder.prefix(part))], expected), name
+
+
+def test_a_broken_part_that_follows_is_refused_when_it_is_placed(arena, checkpoint, clock):
+    model = checkpoint("llama")
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    first, second, *_ = parameters.parts
+    broken = dict(list(model.parts[second].items())[1:])
+    parameters.place(first, model.parts[first], clock, (second, broken))
+    with pytest.raises(BadCheckpoint, match="lacks"):
+        parameters.place(second, broken, clock)
+    parameters.place(second, model.parts[second], clock)
+    assert second in parameters
+
+
+def test_what_was_ordered_ahead_ends_before_its_memory_goes(arena, checkpoint, clock):
+    model = checkpoint("llama")
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    first, second, *_ = parameters.parts
+    before = arena.copier.counts.direct_bytes + arena.copier.counts.ring_bytes
+    parameters.place(first, model.parts[first], clock, (second, model.parts[second]))
+    parameters.close()
+    sizes = [
+        sum(buffer.nbytes for _, _, buffer in model.parts[part].values())
+        for part in (first, second)
+    ]
+    counts = arena.copier.counts
+    assert counts.direct_bytes + counts.ring_bytes - before == sum(sizes)
+    memory.close()

@@ -15,6 +15,7 @@ from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
+from pilotlight.engine.device.parameters import Following
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
@@ -41,9 +42,8 @@ class Engine:
         begin_load ─> place_part (each part) ─> (connect) ─> add / abort / step ... ─> unload
                                                   extend ─> place_part (each further part)
 
-    A whole model takes requests as soon as its load has begun: they run as far as its parts are in
-    place. Refusals are raised where they are made. What was added ends in exactly one ``Produced``
-    with a finish, from some later ``step``.
+    A whole model takes requests as soon as its load has begun: they run as far as parts are there.
+    Refusals are raised where they are made. What was added ends in one ``Produced`` with a finish.
     """
 
     def __init__(
@@ -146,28 +146,30 @@ class Engine:
         return resident.room
 
     def place_part(
-        self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]
+        self,
+        instance_id: InstanceId,
+        part: int,
+        tensors: Mapping[str, Source],
+        following: Following | None = None,
     ) -> PlacedPart:
-        """Copies one part out of the given buffers.
+        """Copies one part out of the given buffers (``Parameters.place``).
 
-        The last part makes the stage ready; until then a device may read pinned buffers. While no
-        request waits for it, its parts give way to others' batches; those of one that grows, to its
-        own.
+        The last one makes the stage ready. While no request waits for it, its parts give way to
+        others' batches; those of one that grows, to its own.
 
         Raises:
-            BadCheckpoint: the tensors are not those that the architecture has in this part. The
-                stage can never be ready: its memory is free, its requests have ended, and it is
-                held no longer. One that grows stays.
+            BadCheckpoint: the tensors are not those of this part. The stage can never be ready: its
+                memory is free, its requests have ended, and it is not held. One that grows stays.
             UnknownInstance: no such load began, or it failed before.
-            BadRequest: the stage has no such part. It stays as it is.
+            BadRequest: the stage has no such part; it stays.
         """
         resident = self._stages.held(instance_id)
         try:
-            others_run = any(
-                stage.has_work for stage in self._stages.values() if stage is not resident
-            )
-            background = resident.grows or (others_run and not resident.in_flight)
-            placed = resident.place(part, tensors, self._monotonic_s, background=background)
+            others = (stage for stage in self._stages.values() if stage is not resident)
+            others_run = any(stage.has_work for stage in others)
+            behind = resident.grows or (others_run and not resident.in_flight)
+            clock = self._monotonic_s
+            placed = resident.place(part, tensors, clock, following, background=behind)
         except BadCheckpoint:
             if not extension.call_off(resident):
                 self.drop(instance_id)
@@ -190,9 +192,8 @@ class Engine:
         self._stages.free(instance_id)
 
     def drop(self, instance_id: InstanceId) -> None:
-        """Ends the requests on a stage, then frees it: as cancelled, or, where parts are missing,
-        with the error ``not_loaded``, for they can run elsewhere. The other stages of its pipeline
-        notice.
+        """Ends the requests on a stage, as cancelled, or, where parts are missing, with the error
+        ``not_loaded``, for they can run elsewhere; then frees it. Its pipeline notices.
         """
         if instance_id in self._stages:
             self._ended.extend(self._stages.cancel_all(instance_id))
@@ -206,7 +207,7 @@ class Engine:
         must: bool = False,
         target_bytes: int = 0,
     ) -> StageRoom:
-        """Gives a stage more bytes or fewer, while it runs; its KV grows or shrinks in place.
+        """Gives a stage more bytes or fewer while it runs; KV grows or shrinks in place.
 
         Args:
             instance_id: the stage's.
@@ -217,8 +218,7 @@ class Engine:
 
         Raises:
             UnknownInstance: it is not held.
-            NoRoom: its parameters and what its requests may reach do not fit, or the device does
-                not have as much.
+            NoRoom: its parameters and what its requests may reach do not fit, or not on the device.
             StageBusy: it is one of a pipeline.
         """
         ended = self._ended if must else None

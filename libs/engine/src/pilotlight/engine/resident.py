@@ -20,7 +20,7 @@ from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.engine.device.parameters import Parameters
+from pilotlight.engine.device.parameters import Following, Parameters
 from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import (
     BadRequest,
@@ -119,11 +119,12 @@ class ResidentStage:
         part: int,
         tensors: Mapping[str, Source],
         monotonic_s: Callable[[], float],
+        following: Following | None = None,
         *,
         background: bool = False,
     ) -> PlacedPart:
         """As ``Parameters.place``."""
-        return self.parameters.place(part, tensors, monotonic_s, background=background)
+        return self.parameters.place(part, tensors, monotonic_s, following, background=background)
 
     @property
     def complete(self) -> bool:
@@ -183,6 +184,7 @@ class ResidentStage:
         if self.pipeline is not None:
             self.pipeline.close()
         try:
+            self.parameters.close()
             self._compute.close()
         finally:
             self.memory.close()

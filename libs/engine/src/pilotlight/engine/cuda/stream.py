@@ -5,9 +5,13 @@
     part 3  [ tensor )[ tensor )[ tensor )      part 4 ...
     units   [ 16 MiB )[ 16 MiB )[ ...           two of them on their way at once
     place() returns      ^ when the rest of the part is on its way; what computes afterwards waits for it on the device
+
+The next part is ordered before that is waited for, so that the bus has something to do while the
+host starts what computes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -84,6 +88,22 @@ class Streamer:
         except NativeError as error:
             raise EngineFailed(f"{buffer.nbytes} bytes cannot be unpinned: {error}") from error
 
+    def order(
+        self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False
+    ) -> "OrderedCopies | None":
+        """See ``PartCopier.order``.
+
+        Raises:
+            EngineFailed: the device took no copy.
+        """
+        if not all(is_as_stored(place, source) for place, source in stored):
+            return None
+        try:
+            ticket = self._copier.submit(_copies(stored), background=background)
+        except NativeError as error:
+            raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
+        return OrderedCopies(self, ticket)
+
     def fill(
         self,
         stored: Sequence[tuple[Tensor, Source]],
@@ -114,19 +134,30 @@ class Streamer:
         try:
             for place, source in large:
                 convert_s += self._convert(place, source, monotonic_s)
-            # In the order of the sources, so that small ones that lie side by side in both memories
-            # go as one.
-            copies = sorted(
-                Copy(_address(buffer), place.data_ptr(), buffer.nbytes)
-                for place, (_, _, buffer) in direct
-            )
-            ticket = self._copier.submit(copies, background=background)
+            ticket = self._copier.submit(_copies(direct), background=background)
+        except NativeError as error:
+            raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
+        self.finish(ticket, last=last)
+        return monotonic_s() - start_s - convert_s, convert_s
+
+    def finish(self, ticket: int, *, last: bool) -> None:
+        """Has what computes from now on wait for an order, and returns when that is on its way; at
+        the ``last`` part when it has arrived.
+
+        Raises:
+            EngineFailed: a copy failed.
+        """
+        try:
             self._copier.order_before(ticket, self._stream())
             if last:
                 self._copier.wait_done(ticket)
         except NativeError as error:
             raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
-        return monotonic_s() - start_s - convert_s, convert_s
+
+    def wait(self, ticket: int) -> None:
+        """Returns when an order has arrived, or has failed: nothing is read or written for it."""
+        with suppress(NativeError):
+            self._copier.wait_done(ticket)
 
     def close(self) -> None:
         """Ends the copying thread."""
@@ -155,6 +186,28 @@ class Streamer:
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+class OrderedCopies:
+    """See ``Ordered``."""
+
+    def __init__(self, streamer: Streamer, ticket: int) -> None:
+        self._streamer = streamer
+        self._ticket = ticket
+
+    def finish(self, monotonic_s: Callable[[], float], *, last: bool) -> float:
+        """See ``Ordered.finish``.
+
+        Raises:
+            EngineFailed: a copy failed.
+        """
+        start_s = monotonic_s()
+        self._streamer.finish(self._ticket, last=last)
+        return monotonic_s() - start_s
+
+    def wait(self) -> None:
+        """See ``Ordered.wait``."""
+        self._streamer.wait(self._ticket)
 
 
 class PinnedSlabs:
@@ -199,6 +252,15 @@ class PinnedSlabs:
         while self._pinned:
             self._streamer.unpin(self._slabs[self._pinned.pop()])
         self._slabs.clear()
+
+
+def _copies(stored: Sequence[tuple[Tensor, Source]]) -> list[Copy]:
+    """In the order of the sources, so that small ones that lie side by side in both memories go as
+    one.
+    """
+    return sorted(
+        Copy(_address(buffer), place.data_ptr(), buffer.nbytes) for place, (_, _, buffer) in stored
+    )
 
 
 def _converted(place: Tensor, source: Source) -> Source:

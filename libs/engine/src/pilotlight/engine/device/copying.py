@@ -15,8 +15,36 @@ Source = tuple[Dtype, tuple[int, ...], memoryview]
 aligned."""
 
 
+class Ordered(Protocol):
+    """Copies that go on by themselves."""
+
+    def finish(self, monotonic_s: Callable[[], float], *, last: bool) -> float:
+        """As the end of ``PartCopier.fill``; how long it waited."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when no buffer is read and no place is written any more."""
+        ...
+
+
 class PartCopier(Protocol):
     """Fills places with stored tensors."""
+
+    def order(
+        self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False
+    ) -> Ordered | None:
+        """Has copies begin behind those that were ordered before, and waits for none of them.
+
+        The buffers have to stay until they are waited for.
+
+        Args:
+            stored: as for ``fill``.
+            background: as for ``fill``.
+
+        Returns:
+            None where nothing copies by itself, or something is to be converted.
+        """
+        ...
 
     def fill(
         self,
@@ -53,6 +81,9 @@ def is_as_stored(place: Tensor, source: Source) -> bool:
 
 class HostCopier:
     """Copies within the host's memory."""
+
+    def order(self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False) -> None:
+        """See ``PartCopier.order``: the thread that asks is the one that copies."""
 
     def fill(
         self,

@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from pilotlight.engine.device.copying import Source
+from pilotlight.engine.device.copying import Ordered, Source
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import BadCheckpoint, BadRequest
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
 from pilotlight.policy.model import Dtype
+
+Following = tuple[int, Mapping[str, Source]]
+"""A part's number, and its tensors."""
 
 
 class Parameters:
@@ -22,6 +26,8 @@ class Parameters:
         self._decoder = memory.decoder
         self.dtype = memory.dtype
         self._placed: dict[int, dict[str, Tensor]] = {}
+        self._ordered: dict[int, Ordered] = {}
+        """On their way, and not waited for yet."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -41,7 +47,12 @@ class Parameters:
 
     def keep(self, parts: Collection[int]) -> None:
         """Forgets all parts but these: their memory goes."""
+        self._call_off(self._ordered.keys() - set(parts))
         self._placed = {part: tensors for part, tensors in self._placed.items() if part in parts}
+
+    def close(self) -> None:
+        """Waits until nothing is on its way any more: the memory goes."""
+        self._call_off(set(self._ordered))
 
     @torch.inference_mode()
     def place(
@@ -49,6 +60,7 @@ class Parameters:
         part: int,
         tensors: Mapping[str, Source],
         monotonic_s: Callable[[], float],
+        following: Following | None = None,
         *,
         background: bool = False,
     ) -> PlacedPart:
@@ -56,11 +68,13 @@ class Parameters:
 
         A part that is in place stays as it is: a loader that reconnects may offer it again. The
         buffers are not needed afterwards; a device reads pinned ones until the last part is placed.
+        Those of the part that follows have to stay until that is placed.
 
         Args:
             part: its number: 0 is the embedding, layer n is n + 1, the head comes last.
             tensors: all of the part's, named as in the checkpoint.
             monotonic_s: a clock, in seconds.
+            following: the part that is placed next, if it has come.
             background: gives way to everything else that the device does.
 
         Raises:
@@ -73,6 +87,36 @@ class Parameters:
             )
         if part in self._placed:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
+        self._order(part, tensors, background=background)
+        if following is not None:
+            with suppress(BadCheckpoint):  # Said when it is placed.
+                self._order(*following, background=background)
+        last = len(self._placed) + 1 == len(self.parts)
+        ordered = self._ordered.pop(part, None)
+        if ordered is not None:
+            copy_s, convert_s = ordered.finish(monotonic_s, last=last), 0.0
+        else:
+            stored = self._stored(part, tensors)
+            copy_s, convert_s = self._memory.copier.fill(
+                stored, monotonic_s, last=last, background=background
+            )
+        self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
+        return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
+
+    def _order(self, part: int, tensors: Mapping[str, Source], *, background: bool) -> None:
+        """Has a part's copies begin, where something copies by itself."""
+        if part not in self.parts or part in self._placed or part in self._ordered:
+            return
+        stored = self._stored(part, tensors)
+        if (ordered := self._memory.copier.order(stored, background=background)) is not None:
+            self._ordered[part] = ordered
+
+    def _stored(self, part: int, tensors: Mapping[str, Source]) -> list[tuple[Tensor, Source]]:
+        """A part's places, and what comes to them.
+
+        Raises:
+            BadCheckpoint: as ``place``.
+        """
         shapes = self._decoder.stored_shapes(part)
         names = {self._decoder.stored_name(part, name): name for name in shapes}
         expected = {
@@ -81,13 +125,11 @@ class Parameters:
         }
         _check(part, expected, tensors)
         placed = self._memory.tensors(part)
-        stored = [(placed[names[name]], source) for name, source in tensors.items()]
-        last = len(self._placed) + 1 == len(self.parts)
-        copy_s, convert_s = self._memory.copier.fill(
-            stored, monotonic_s, last=last, background=background
-        )
-        self._placed[part] = placed | self._memory.packs(part)
-        return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
+        return [(placed[names[name]], source) for name, source in tensors.items()]
+
+    def _call_off(self, parts: Collection[int]) -> None:
+        for part in parts:
+            self._ordered.pop(part).wait()
 
 
 def _check(

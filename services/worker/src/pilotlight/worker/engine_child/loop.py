@@ -235,7 +235,7 @@ class ChildLoop:
             return  # The load failed, or was called off, after this was sent.
         grows = self._loads.grows(command.instance_id)
         try:
-            loaded = self._loads.place(command, ready_s)
+            loaded = self._loads.place(command, ready_s, self._parts[0][0] if self._parts else None)
         except Exception as error:  # noqa: BLE001 - as above
             _raise_if_lost(error)
             self._loads.drop(command.instance_id)

@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,7 +50,11 @@ class LoadingEngine(Protocol):
         self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
     ) -> StageRoom: ...
     def place_part(
-        self, instance_id: InstanceId, part: int, tensors: Mapping[str, Source]
+        self,
+        instance_id: InstanceId,
+        part: int,
+        tensors: Mapping[str, Source],
+        following: tuple[int, Mapping[str, Source]] | None = None,
     ) -> PlacedPart: ...
 
 
@@ -145,11 +150,16 @@ class StageLoads:
             return ()
         return tuple(self._phases.take(instance_id).phases)
 
-    def place(self, command: PlacePart, ready_s: float) -> StageLoaded | None:
-        """Copy a part that is ready since ``ready_s``; the answer when it was the last of a load.
+    def place(
+        self, command: PlacePart, ready_s: float, following: PlacePart | None = None
+    ) -> StageLoaded | None:
+        """Copy a part; the answer when it was the last of a load.
 
-        What was done since then, such as a batch on the parts that are in place, is no loading of
-        it.
+        Args:
+            command: Of which stage and part.
+            ready_s: Since when it is ready. What was done since then, such as a batch on the parts
+                that are in place, is no loading of it.
+            following: The next one that has come, of whatever stage: its copies may begin.
 
         Raises:
             EngineError: the tensors are not what the engine expects, or graphs not what was
@@ -163,7 +173,12 @@ class StageLoads:
         if not load.delayed:
             load.delayed = True
             pause_blocking(self._faults.delay_s("load"))
-        placed = self._engine.place_part(instance_id, command.part, _sources(load.pool, command))
+        placed = self._engine.place_part(
+            instance_id,
+            command.part,
+            _sources(load.pool, command),
+            _behind(load.pool, instance_id, following),
+        )
         if self._pins is not None and command.tensors:
             ends = [place.offset + place.size_bytes for place in command.tensors]
             self._pins.want(min(place.offset for place in command.tensors), max(ends))
@@ -228,3 +243,14 @@ def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
             )
         sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
     return sources
+
+
+def _behind(
+    pool: mmap.mmap, instance_id: InstanceId, command: PlacePart | None
+) -> tuple[int, Mapping[str, Source]] | None:
+    """A part of the same stage; None where it is of another one, or cannot be read."""
+    if command is None or command.instance_id != instance_id:
+        return None
+    with suppress(BadCheckpoint):  # Said when it is placed.
+        return command.part, _sources(pool, command)
+    return None
