@@ -172,7 +172,9 @@ def test_what_cannot_be_read_is_not_there() -> None:
     """The engine, and who asks, go on."""
 
     class Broken:
-        def shared_kv(self, instance_id: Any, token_ids: Any, layer: int) -> None:
+        def shared_kv(
+            self, instance_id: Any, token_ids: Any, layer: int, *, on_device: bool
+        ) -> None:
             raise RuntimeError("out of memory")
 
     class Asking:

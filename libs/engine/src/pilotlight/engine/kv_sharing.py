@@ -54,7 +54,11 @@ _NOTHING = memoryview(b"")
 
 
 def ask(
-    channel: Channel, asked: KvAsked, key: RequestKey, left_s: Callable[[], float]
+    channel: Channel,
+    asked: KvAsked,
+    key: RequestKey,
+    left_s: Callable[[], float],
+    device_bytes: int = 0,
 ) -> tuple[KvPiece, ...]:
     """What another engine has of some tokens; the channel is of no use afterwards.
 
@@ -63,6 +67,8 @@ def ask(
         asked: for what.
         key: whose the pieces are here.
         left_s: what is left of the time.
+        device_bytes: so much of what comes to this device may stay there; the rest is copied to the
+            host's memory.
 
     Raises:
         PeerLost, PeerSilent: it went away, or did not say all in time.
@@ -80,6 +86,9 @@ def ask(
         tensor = tensor_of(frame, given.tensor)
         if tensor.ndim != KV_DIMENSIONS:
             raise PeerLost(f"KV of {tensor.ndim} dimensions came")
+        if tensor.device.type != "cpu":
+            device_bytes -= tensor.nbytes
+            tensor = tensor if device_bytes >= 0 else tensor.cpu()
         pieces.append(KvPiece(key=key, layers=given.layers, start=0, keys_and_values=tensor))
 
 

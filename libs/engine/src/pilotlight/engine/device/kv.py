@@ -102,7 +102,11 @@ class KvCache:
         return self._rows[layer]
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy, in the host's memory, of one request's keys and values.
+        """A copy, in the host's memory, of one request's keys and values: see ``copied``."""
+        return self.copied(layers, blocks, start, stop).cpu()
+
+    def copied(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """A copy, on the cache's own device, of one request's keys and values.
 
         Args:
             layers: of the model, within the stage.
@@ -118,12 +122,12 @@ class KvCache:
             torch.stack([half[slots] for half in self._rows[layer]])
             for layer in range(layers.start, layers.stop)
         ]
-        return torch.stack(layer_rows).cpu()
+        return torch.stack(layer_rows)
 
     def write(
         self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor
     ) -> None:
-        """Stores what ``read`` gave.
+        """Stores what ``read`` or ``copied`` gave.
 
         Args:
             layers: those that were read.
