@@ -188,6 +188,12 @@ def test_what_cannot_be_read_is_not_there() -> None:
         def lost(self) -> bool:
             return bool(self.said)
 
+        def offer_device(self, ring_bytes: int) -> None:
+            """It has none."""
+
+        def carries_device(self, timeout_s: float) -> bool:
+            return False
+
         def receive(self, timeout_s: float) -> Frame:
             asked = KvAsked(instance_id=INSTANCE, token_ids=(1, 2))
             return Frame(msgspec.msgpack.encode(asked), memoryview(b""))

@@ -50,6 +50,7 @@ class Mailbox:
                 return None
             if len(fds) == 1 and hmac.compare_digest(said, nonce):
                 found = fds.pop()
+                os.set_inheritable(found, False)  # Not every system minds the flag.
             for descriptor in fds:
                 os.close(descriptor)
         return found

@@ -241,6 +241,7 @@ class StreamChannel(PolledChannel):
             mapped = self._path is not None and self._path.map(bytes(nonce), ring_bytes)
             self._outbox.append(memoryview(_PREFIX.pack(_MAGIC, _MAPPED, int(mapped), 0)))
             self._expect(self._prefix, self._on_prefix)
+            self._write()
 
         self._expect(nonce, come)
 
