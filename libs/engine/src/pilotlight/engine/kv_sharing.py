@@ -22,7 +22,13 @@ from torch import Tensor
 from pilotlight.engine.channel.channel import Channel, Frame
 from pilotlight.engine.errors import PeerLost
 from pilotlight.engine.kv_pieces import KvPiece
-from pilotlight.engine.pipeline.frames import TensorHeader, bytes_of, header_of, tensor_of
+from pilotlight.engine.pipeline.frames import (
+    TensorHeader,
+    bytes_of,
+    header_of,
+    on_device,
+    tensor_of,
+)
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
@@ -86,7 +92,7 @@ def ask(
         tensor = tensor_of(frame, given.tensor)
         if tensor.ndim != KV_DIMENSIONS:
             raise PeerLost(f"KV of {tensor.ndim} dimensions came")
-        if tensor.device.type != "cpu":
+        if on_device(tensor):
             device_bytes -= tensor.nbytes
             tensor = tensor if device_bytes >= 0 else tensor.cpu()
         pieces.append(KvPiece(key=key, layers=given.layers, start=0, keys_and_values=tensor))
