@@ -12,7 +12,7 @@
                                    <-- the channel --              credit: the place is free again
 
 Headers, credit and all that is small stay on the channel, and so does a payload for which the ring
-has no room at the moment. Where any of these steps fails, all of them do. What was sent stays in
+gets no room within a moment. Where any of these steps fails, all of them do. What was sent stays in
 place when the sender is gone: the ring's memory lives as long as one of the two has it mapped.
 """
 
@@ -168,6 +168,15 @@ class DevicePath:
         else:
             self._give_up("the other engine cannot map it")
 
+    def takes(self, num_bytes: int) -> bool:
+        """Whether a payload of this length goes this way, as soon as there is room."""
+        ring = self._ring if self._mapped else None
+        return ring is not None and LEAST_BYTES <= num_bytes <= ring.num_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether there is some now."""
+        return self._ring is not None and self._ring.has_room(num_bytes)
+
     def place(self, number: int, payload: "Tensor") -> int | None:
         """Copies a payload into the ring; where it lies. None: it goes with its header.
 
@@ -175,9 +184,7 @@ class DevicePath:
             number: of its frame.
             payload: a row of bytes.
         """
-        if self._sends is None or self._ring is None or not self._mapped:
-            return None
-        if payload.nbytes < LEAST_BYTES:
+        if self._sends is None or self._ring is None or not self.takes(payload.nbytes):
             return None
         offset = self._ring.take(number, payload.nbytes)
         if offset is None:

@@ -31,6 +31,10 @@ class Ring:
         self.num_bytes = num_bytes
         self._taken: deque[_Taken] = deque()
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether ``take`` would give some."""
+        return self._room(_aligned(num_bytes)) is not None
+
     def take(self, number: int, num_bytes: int) -> int | None:
         """Room for a frame, in one piece: where it begins; None: there is none now.
 
@@ -38,7 +42,7 @@ class Ring:
             number: of the frame; they grow.
             num_bytes: at least one.
         """
-        length = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        length = _aligned(num_bytes)
         start = self._room(length)
         if start is not None:
             self._taken.append(_Taken(number, start, start + length))
@@ -58,3 +62,7 @@ class Ring:
         if last + length <= self.num_bytes:
             return last
         return 0 if length <= first else None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
+from typing import TYPE_CHECKING
 
 import numpy
 
@@ -32,6 +33,9 @@ from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame, PlacedFrame,
 from pilotlight.engine.channel.device_path import MAX_RING_BYTES, RING_BYTES, DevicePath
 from pilotlight.engine.channel.mailbox import NONCE_BYTES
 from pilotlight.engine.errors import PeerLost, PeerSilent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_GATHERED = 16
 """Pieces that are handed to the system at once."""
@@ -118,12 +122,8 @@ class StreamChannel(PolledChannel):
 
     def _put(self, frame: Frame) -> None:
         self._sent += 1
-        path, payload = self._path, frame.payload
-        place = (
-            None
-            if path is None or isinstance(payload, memoryview)
-            else path.place(self._sent, payload)
-        )
+        payload = frame.payload
+        place = None if isinstance(payload, memoryview) else self._place(payload)
         if place is None:
             prefix = _PREFIX.pack(_MAGIC, _FRAME, len(frame.header), payload.nbytes)
             parts = (prefix + frame.header, frame.in_host)
@@ -132,6 +132,19 @@ class StreamChannel(PolledChannel):
             parts = (_PREFIX.pack(_MAGIC, _PLACED, len(header), payload.nbytes) + header,)
         self._outbox.extend(memoryview(part) for part in parts if len(part))
         self._flush()
+
+    def _place(self, payload: "Tensor") -> int | None:
+        """Where in the ring a payload lies now, if it goes that way."""
+        path, num_bytes = self._path, payload.nbytes
+        if path is None:
+            return None
+        if path.takes(num_bytes) and not path.has_room(num_bytes):
+            # The other end takes what is there in less time than this would need another way.
+            with suppress(PeerSilent):
+                self._wait_until(
+                    lambda: path.has_room(num_bytes), PATIENCE_MS / 1000, "gives no room"
+                )
+        return path.place(self._sent, payload)
 
     def _flush(self) -> None:
         """Sends as long as the other end reads."""
