@@ -8,6 +8,7 @@ from typing import TypeVar
 from pilotlight.common.cluster_key import ClusterKey
 from pilotlight.common.handshake import CHANNEL_PURPOSE, Identity
 from pilotlight.engine.channel.channel import WINDOW_FRAMES
+from pilotlight.engine.channel.device_path import Devices
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.tcp import TcpChannel, connect
 from pilotlight.policy.ids import NodeId
@@ -34,14 +35,18 @@ def accepted(
     return came[0], channel
 
 
-def tcp_channel(window: int = WINDOW_FRAMES) -> tuple[TcpChannel, TcpChannel]:
-    """The end that connected and the end that listened."""
-    door = Door(THERE, (HOST, 0), monotonic, window=window)
+def tcp_channel(
+    window: int = WINDOW_FRAMES, here: Devices | None = None, there: Devices | None = None
+) -> tuple[TcpChannel, TcpChannel]:
+    """The end that connected and the end that listened; each with its device, if it has one."""
+    door = Door(THERE, (HOST, 0), monotonic, window=window, devices=there)
     try:
         one, other = accepted(
             door,
             "i",
-            lambda: connect((HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window),
+            lambda: connect(
+                (HOST, door.port), HERE, THERE.node_id, "i", monotonic, 10, window, here
+            ),
         )
     finally:
         door.close()

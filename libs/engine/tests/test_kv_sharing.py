@@ -49,7 +49,7 @@ def whole(driver, model, seed=0):
 def pieces_of(engine, name, token_ids, between=lambda: None):
     """What one that asks gets, with something going on between two layers."""
     pieces, layer = [], 0
-    while (found := engine.shared_kv(INSTANCE, token_ids, layer)) is not None:
+    while (found := engine.shared_kv(INSTANCE, token_ids, layer, on_device=False)) is not None:
         layers, tensor = found
         pieces.append(
             KvPiece(
@@ -189,8 +189,8 @@ def test_a_stage_of_several_gives_nothing(checkpoint, driver, prompts):
     source.lead.add("a", prompts[2], max_tokens=30)
     some_tokens(source, "a", 20)
     for runs in source.drivers:
-        assert runs.engine.shared_kv(INSTANCE, prompts[2], 0) is None
-        assert runs.engine.shared_kv("another", prompts[2], 0) is None
+        assert runs.engine.shared_kv(INSTANCE, prompts[2], 0, on_device=False) is None
+        assert runs.engine.shared_kv("another", prompts[2], 0, on_device=False) is None
 
 
 # Over a channel.
@@ -225,7 +225,10 @@ def test_one_asks_and_the_other_gives(checkpoint, driver, prompts):
     here, there = ends()
     engine = source.lead.engine
     thread, met = answering(
-        there, lambda asked, layer: engine.shared_kv(asked.instance_id, asked.token_ids, layer)
+        there,
+        lambda asked, layer: engine.shared_kv(
+            asked.instance_id, asked.token_ids, layer, on_device=False
+        ),
     )
     asked = KvAsked(instance_id=INSTANCE, token_ids=(*prompts[2], *output.token_ids))
     pieces = ask(here, asked, RequestKey(RequestId("a"), 2), lambda: 5.0)

@@ -172,7 +172,9 @@ def test_what_cannot_be_read_is_not_there() -> None:
     """The engine, and who asks, go on."""
 
     class Broken:
-        def shared_kv(self, instance_id: Any, token_ids: Any, layer: int) -> None:
+        def shared_kv(
+            self, instance_id: Any, token_ids: Any, layer: int, *, on_device: bool
+        ) -> None:
             raise RuntimeError("out of memory")
 
     class Asking:
@@ -185,6 +187,12 @@ def test_what_cannot_be_read_is_not_there() -> None:
         @property
         def lost(self) -> bool:
             return bool(self.said)
+
+        def offer_device(self, ring_bytes: int) -> None:
+            """It has none."""
+
+        def carries_device(self, timeout_s: float) -> bool:
+            return False
 
         def receive(self, timeout_s: float) -> Frame:
             asked = KvAsked(instance_id=INSTANCE, token_ids=(1, 2))

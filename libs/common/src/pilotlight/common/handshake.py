@@ -59,6 +59,8 @@ class Initiator:
     """What the connection is for, where a node has several of one kind."""
     one_sided: bool = False
     """Whether it can read the other node's memory."""
+    device_at: str = ""
+    """See ``Hello``."""
 
     def hello(self) -> Hello:
         """What it says first."""
@@ -69,6 +71,7 @@ class Initiator:
             beat_s=self.beat_s,
             about=self.about,
             one_sided=self.one_sided,
+            device_at=self.device_at,
         )
 
     def on_welcome(self, answer: Welcome | Refused) -> Proof:
@@ -88,14 +91,15 @@ class Initiator:
             raise PeerRefused(f"{self.expected} has another cluster key")
         return Proof(proof=self.me.key.proof(b"asks", *fields))
 
-    def on_end(self, answer: Accepted | Refused) -> None:
-        """The other node has seen the proof.
+    def on_end(self, answer: Accepted | Refused) -> Accepted:
+        """The other node has seen the proof; its last word.
 
         Raises:
             PeerRefused: it did not take it.
         """
         if isinstance(answer, Refused):
             raise PeerRefused(f"{self.expected} refuses this node: {answer.message}")
+        return answer
 
 
 @dataclass(slots=True)
@@ -108,6 +112,9 @@ class Responder:
     """The node that claims to connect; proved once ``on_proof`` has returned."""
     about: str = ""
     """What that node says the connection is for; proved then, too."""
+    device_at: str = ""
+    """See ``Hello``. No part of the proof: what goes there is only of use to who reads this
+    connection."""
     _fields: tuple[bytes, ...] = ()
 
     def on_hello(self, hello: Hello) -> Welcome:
@@ -118,7 +125,7 @@ class Responder:
         """
         _check_version(hello.version, hello.node_id)
         _check_nonce(hello.nonce, hello.node_id)
-        self.peer, self.about = hello.node_id, hello.about
+        self.peer, self.about, self.device_at = hello.node_id, hello.about, hello.device_at
         self._fields = _fields(hello.node_id, hello.nonce, self.me.node_id, self.nonce, hello.about)
         proof = self.me.key.proof(b"gives", *self._fields)
         return Welcome(version=LINK_VERSION, node_id=self.me.node_id, nonce=self.nonce, proof=proof)

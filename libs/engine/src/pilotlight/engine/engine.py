@@ -360,11 +360,10 @@ class Engine:
         return export(self._stages.held(instance_id), keys, layers, since)
 
     def shared_kv(
-        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int
+        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int, *, on_device: bool
     ) -> tuple[Stage, Tensor] | None:
         """As ``kv_moves.shared``; None also of an instance that is not held."""
-        resident = self._stages.get(instance_id)
-        return shared(resident, token_ids, layer) if resident is not None else None
+        return shared(self._stages.get(instance_id), token_ids, layer, on_device=on_device)
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
         """Lets a request go that goes on elsewhere, silently; ``BadRequest`` if it is not here."""

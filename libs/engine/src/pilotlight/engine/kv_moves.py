@@ -12,12 +12,15 @@ from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, NoRoom, PeerLost, UnknownInstance
 from pilotlight.engine.kv_pieces import KvPiece, check_pieces, covered_tokens
+from pilotlight.engine.pipeline.frames import settled
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
 
 READ_BYTES = 8 << 20
 """Of KV that is read between two steps: a batch waits for no more than that."""
+DEVICE_READ_BYTES = 32 << 20
+"""Of KV that stays on its device: copied there in less time."""
 
 
 def export(
@@ -62,7 +65,7 @@ def _placed(resident: ResidentStage, key: RequestKey) -> Segment | None:
 
 
 def shared(
-    resident: ResidentStage, token_ids: Sequence[int], layer: int
+    resident: ResidentStage | None, token_ids: Sequence[int], layer: int, *, on_device: bool
 ) -> tuple[Stage, Tensor] | None:
     """Copies what a whole model has in place of the longest prefix of some tokens, from one layer
     on: as many layers as a step may wait for.
@@ -71,13 +74,16 @@ def shared(
     each call looks anew.
 
     Args:
-        resident: the stage.
+        resident: the stage; None: there is no such one.
         token_ids: of a prompt and its output.
         layer: the first one.
+        on_device: the copies stay on the stage's device; else they come to the host's memory.
 
     Returns:
         The layers, and the keys and values of whole blocks as in ``KvPiece``; None: there are none.
     """
+    if resident is None:
+        return None
     spec = resident.spec
     if resident.pipeline is not None or resident.stage != spec.whole or layer >= spec.num_layers:
         return None
@@ -86,8 +92,10 @@ def shared(
         return None
     tokens = len(blocks) * BLOCK_TOKENS
     per_layer = tokens * spec.kv_bytes_per_token(Stage(layer, layer + 1), resident.dtype)
-    layers = Stage(layer, min(layer + max(1, READ_BYTES // per_layer), spec.num_layers))
-    return layers, resident.kv.read(layers, blocks, 0, tokens)
+    at_once = DEVICE_READ_BYTES if on_device else READ_BYTES
+    layers = Stage(layer, min(layer + max(1, at_once // per_layer), spec.num_layers))
+    copies = resident.kv.copied(layers, blocks, 0, tokens)
+    return layers, settled(copies) if on_device else copies.cpu()
 
 
 def adopt(

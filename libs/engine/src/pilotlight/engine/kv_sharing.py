@@ -22,7 +22,13 @@ from torch import Tensor
 from pilotlight.engine.channel.channel import Channel, Frame
 from pilotlight.engine.errors import PeerLost
 from pilotlight.engine.kv_pieces import KvPiece
-from pilotlight.engine.pipeline.frames import TensorHeader, bytes_of, header_of, tensor_of
+from pilotlight.engine.pipeline.frames import (
+    TensorHeader,
+    bytes_of,
+    header_of,
+    on_device,
+    tensor_of,
+)
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import RequestKey
@@ -54,7 +60,11 @@ _NOTHING = memoryview(b"")
 
 
 def ask(
-    channel: Channel, asked: KvAsked, key: RequestKey, left_s: Callable[[], float]
+    channel: Channel,
+    asked: KvAsked,
+    key: RequestKey,
+    left_s: Callable[[], float],
+    device_bytes: int = 0,
 ) -> tuple[KvPiece, ...]:
     """What another engine has of some tokens; the channel is of no use afterwards.
 
@@ -63,6 +73,8 @@ def ask(
         asked: for what.
         key: whose the pieces are here.
         left_s: what is left of the time.
+        device_bytes: so much of what comes to this device may stay there; the rest is copied to the
+            host's memory.
 
     Raises:
         PeerLost, PeerSilent: it went away, or did not say all in time.
@@ -80,6 +92,9 @@ def ask(
         tensor = tensor_of(frame, given.tensor)
         if tensor.ndim != KV_DIMENSIONS:
             raise PeerLost(f"KV of {tensor.ndim} dimensions came")
+        if on_device(tensor):
+            device_bytes -= tensor.nbytes
+            tensor = tensor if device_bytes >= 0 else tensor.cpu()
         pieces.append(KvPiece(key=key, layers=given.layers, start=0, keys_and_values=tensor))
 
 

@@ -53,6 +53,9 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """What the connection is for: which channel. A link is for everything, and says nothing."""
     one_sided: bool = False
     """Whether it can read the other node's memory, and so wants to hear of its ``Region``."""
+    device_at: str = ""
+    """Of a channel: where on its host a descriptor of device memory can be sent to it, behind the
+    host's boot id; empty where it maps none."""
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
@@ -72,6 +75,9 @@ class Proof(Message, tag="proof", frozen=True, kw_only=True):
 
 class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
     """Requests are taken from now on."""
+
+    device_at: str = ""
+    """As in ``Hello``: told to a peer of the same host that has told its own."""
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 Both ends send and receive. An end may have ``window`` frames under way that the other has not
 taken; a sender without credit waits. A frame is a header (what it says, encoded by the two ends of
-the channel) and a payload (the bytes of a tensor, never looked at)::
+the channel) and a payload (the bytes of a tensor, never looked at; on a device where the tensor is
+on one)::
 
     sender   credit 2 ── frame ──> 1 ── frame ──> 0 (waits) ............. 1 ── frame ──>
     receiver                                        takes one ── credit ──^
@@ -13,9 +14,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pilotlight.engine.errors import PeerLost, PeerSilent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WINDOW_FRAMES = 16
 """More than an instance of four stages has micro-batches under way."""
@@ -26,7 +30,24 @@ class Frame:
     """One message. The payload must not change after it was sent."""
 
     header: bytes
-    payload: memoryview
+    payload: "memoryview | Tensor"
+    """In the host's memory; or on a device, as a row of bytes that nothing there still writes."""
+
+    @property
+    def in_host(self) -> memoryview:
+        """The payload's bytes; they are copied from a device."""
+        if isinstance(self.payload, memoryview):
+            return self.payload
+        return self.payload.cpu().numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFrame:
+    """One that came, whose payload lies in device memory of the other end until it is taken."""
+
+    header: bytes
+    offset: int
+    num_bytes: int
 
 
 class Channel(Protocol):
@@ -86,7 +107,7 @@ class PolledChannel(ABC):
         self._monotonic_s = monotonic_s
         self._credits = window
         """Frames that may be sent before the other end takes one."""
-        self._inbox: deque[Frame] = deque()
+        self._inbox: deque[Frame | PlacedFrame] = deque()
         self._lost: str | None = None
         """Why nothing comes any more."""
 
@@ -108,6 +129,11 @@ class PolledChannel(ABC):
     def _grant(self) -> None:
         """Tells the other end that one of its frames was taken."""
 
+    def _fetch(self, came: Frame | PlacedFrame) -> Frame:
+        """A frame of the inbox, with its payload."""
+        assert isinstance(came, Frame), "payloads are placed where the channel has a device path"
+        return came
+
     @property
     def readable(self) -> bool:
         self._pump()
@@ -127,7 +153,7 @@ class PolledChannel(ABC):
 
     def receive(self, timeout_s: float) -> Frame:
         self._wait_until(lambda: bool(self._inbox), timeout_s, "sent nothing")
-        frame = self._inbox.popleft()
+        frame = self._fetch(self._inbox.popleft())
         self._grant()
         return frame
 

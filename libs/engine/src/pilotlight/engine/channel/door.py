@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 from pilotlight.common.errors import PeerRefused as NotOfThisCluster
 from pilotlight.common.handshake import Identity, Responder
-from pilotlight.common.messages.link import Hello, Proof, Refused
+from pilotlight.common.messages.link import Accepted, Hello, Proof, Refused
 from pilotlight.engine.channel.channel import WINDOW_FRAMES
+from pilotlight.engine.channel.device_path import Devices
 from pilotlight.engine.channel.tcp import TcpChannel, heard, say
 from pilotlight.engine.errors import PeerLost, PeerRefused, PeerSilent
 
@@ -56,6 +57,7 @@ class Door:
         on_refused: Callable[[str], None] = lambda why: None,
         handshake_s: float = HANDSHAKE_S,
         window: int = WINDOW_FRAMES,
+        devices: Devices | None = None,
     ) -> None:
         """Listens.
 
@@ -66,6 +68,7 @@ class Door:
             on_refused: hears why a peer was sent away.
             handshake_s: what a handshake may take.
             window: of the channels.
+            devices: this process's device, where payloads may go from device to device.
 
         Raises:
             OSError: the address cannot be had.
@@ -75,6 +78,7 @@ class Door:
         self._on_refused = on_refused
         self._handshake_s = handshake_s
         self._window = window
+        self._devices = devices
         self._strangers: list[_Guest] = []
         """Within their handshake, oldest first."""
         self._arrived: dict[str, _Guest] = {}
@@ -195,9 +199,22 @@ class Door:
             except NotOfThisCluster as error:
                 raise PeerRefused(error.message) from error
             channel.trust()
-            say(channel, accepted, 0)
+            say(channel, self._at_last(guest, accepted), 0)
             return True
         return False
+
+    def _at_last(self, guest: _Guest, accepted: Accepted) -> Accepted:
+        """The last word of a handshake: where descriptors come to, if the peer has said where its
+        own do, and is on this host.
+        """
+        path = self._devices.path() if self._devices is not None and guest.side.device_at else None
+        if path is None:
+            return accepted
+        if not path.meet(guest.side.device_at):
+            path.close()
+            return accepted
+        guest.channel.carry(path)
+        return Accepted(device_at=path.address)
 
     def _keep(self, guest: _Guest) -> None:
         before = self._arrived.pop(guest.side.about, None)

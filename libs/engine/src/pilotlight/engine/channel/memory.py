@@ -11,7 +11,9 @@ from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame, PolledChanne
 
 
 class MemoryChannel(PolledChannel):
-    """One end; ``memory_channel`` makes both. Frames pass as they are, without a copy."""
+    """One end; ``memory_channel`` makes both. Frames pass as they are, without a copy, but for
+    payloads on a device.
+    """
 
     def __init__(self, monotonic_s: Callable[[], float], window: int, lock: threading.Lock) -> None:
         super().__init__(monotonic_s, window)
@@ -59,6 +61,7 @@ class MemoryChannel(PolledChannel):
                 os.eventfd_read(self._bell)
 
     def _put(self, frame: Frame) -> None:
+        frame = Frame(frame.header, frame.in_host)
         with self._lock:
             self.peer._hear(frame=frame)
 

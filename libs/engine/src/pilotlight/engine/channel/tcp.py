@@ -10,6 +10,9 @@ and with no other.
                                      <- frame: Accepted, or Refused and why
     frames of stages    <-> frames of stages
 
+In their first and last words both ends say where descriptors of device memory come to, if they have
+any (``device_path``). An end that knows nothing of that says nothing, and hears nothing of it.
+
 What follows is neither encrypted nor signed, as with links between loaders: a host that can change
 the packets can change activations.
 """
@@ -25,11 +28,12 @@ from pilotlight.common.handshake import Identity, Initiator
 from pilotlight.common.messages.codec import decode_msgpack, encode_msgpack
 from pilotlight.common.messages.link import Accepted, Refused, Welcome
 from pilotlight.engine.channel.channel import WINDOW_FRAMES, Frame
+from pilotlight.engine.channel.device_path import Devices
 from pilotlight.engine.channel.stream import FrameLimits, StreamChannel
 from pilotlight.engine.errors import PeerLost, PeerRefused, PeerSilent
 from pilotlight.policy.ids import NodeId
 
-HANDSHAKE = FrameLimits(header_bytes=4096, payload_bytes=0)
+HANDSHAKE = FrameLimits(header_bytes=4096, payload_bytes=0, ring_bytes=0)
 TRUSTED = FrameLimits()
 DEAD_S = 20
 """A host that acknowledges nothing for this long is gone, whether something was sent to it or not.
@@ -101,6 +105,7 @@ def connect(
     monotonic_s: Callable[[], float],
     timeout_s: float,
     window: int = WINDOW_FRAMES,
+    devices: Devices | None = None,
 ) -> TcpChannel:
     """A channel to the stage that waits for ``about`` at a node's door.
 
@@ -113,6 +118,7 @@ def connect(
         monotonic_s: the clock of the deadline.
         timeout_s: for the connection and its handshake together.
         window: as of every channel; both ends have the same.
+        devices: this process's device, where payloads may go from device to device.
 
     Raises:
         PeerLost: nothing listens at the address.
@@ -131,19 +137,23 @@ def connect(
             f"{expected} cannot be reached at {address[0]}:{address[1]}: {error}"
         ) from error
     channel = TcpChannel(connection, monotonic_s, window)
+    path = devices.path() if devices is not None else None
+    channel.carry(path)
     try:
-        _shake_hands(
+        accepted = _shake_hands(
             channel,
-            Initiator(me, expected, about=about),
+            Initiator(me, expected, about=about, device_at=path.address if path else ""),
             lambda: max(0.0, deadline_s - monotonic_s()),
         )
+        if path is not None and not path.meet(accepted.device_at):
+            channel.carry(None)
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-def _shake_hands(channel: TcpChannel, side: Initiator, left_s: Callable[[], float]) -> None:
+def _shake_hands(channel: TcpChannel, side: Initiator, left_s: Callable[[], float]) -> Accepted:
     try:
         say(channel, side.hello(), left_s())
         welcome = heard(channel, Welcome | Refused, left_s())
@@ -155,7 +165,7 @@ def _shake_hands(channel: TcpChannel, side: Initiator, left_s: Callable[[], floa
         # The other end is proved; its first frames may come right behind its last word.
         channel.trust()
         say(channel, proof, left_s())
-        side.on_end(heard(channel, Accepted | Refused, left_s()))
+        return side.on_end(heard(channel, Accepted | Refused, left_s()))
     except NotOfThisCluster as error:
         raise PeerRefused(error.message) from error
 

@@ -230,9 +230,7 @@ class CudaArena:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""
         code, bits = _DLPACK_TYPES[dtype]
-        kind, ordinal = (
-            (_DLPACK_CUDA, self.device.index) if self.device.type == "cuda" else (_DLPACK_CPU, 0)
-        )
+        kind, ordinal = dlpack_kind(self.device)
         return torch.from_dlpack(
             self.native_arena.capsule(offset, shape, code, bits, kind, ordinal)
         )
@@ -297,6 +295,11 @@ class CudaArena:
         self.workspace.close()
         self._graph_memory.close()
         self.native_arena.close()
+
+
+def dlpack_kind(device: torch.device) -> tuple[int, int]:
+    """A device's kind and number, as DLPack has them."""
+    return (_DLPACK_CUDA, device.index) if device.type == "cuda" else (_DLPACK_CPU, 0)
 
 
 def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> DeviceArena:

@@ -84,12 +84,15 @@ class KvCache:
             layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)
         }
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._rows.values()))[0].device
+
     def move(self, moves: Mapping[int, int]) -> None:
         """Copies blocks to others, in all layers. None is both a source and a target."""
         # On the device once, and not for each layer anew.
-        device = next(iter(self._rows.values()))[0].device
-        sources = torch.tensor(list(moves.keys()), device=device)
-        targets = torch.tensor(list(moves.values()), device=device)
+        sources = torch.tensor(list(moves.keys()), device=self._device)
+        targets = torch.tensor(list(moves.values()), device=self._device)
         for rows in self._rows.values():
             for half in rows:
                 blocks = half.unflatten(0, (-1, BLOCK_TOKENS))
@@ -102,7 +105,11 @@ class KvCache:
         return self._rows[layer]
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy, in the host's memory, of one request's keys and values.
+        """A copy, in the host's memory, of one request's keys and values: see ``copied``."""
+        return self.copied(layers, blocks, start, stop).cpu()
+
+    def copied(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """A copy, on the cache's own device, of one request's keys and values.
 
         Args:
             layers: of the model, within the stage.
@@ -113,17 +120,17 @@ class KvCache:
         Returns:
             [num_layers, 2, stop - start, num_kv_heads, head_dim].
         """
-        slots = slots_of(blocks, start, stop)
+        slots = slots_of(blocks, start, stop).to(self._device)  # Once, and not for each layer anew.
         layer_rows = [
             torch.stack([half[slots] for half in self._rows[layer]])
             for layer in range(layers.start, layers.stop)
         ]
-        return torch.stack(layer_rows).cpu()
+        return torch.stack(layer_rows)
 
     def write(
         self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor
     ) -> None:
-        """Stores what ``read`` gave.
+        """Stores what ``read`` or ``copied`` gave.
 
         Args:
             layers: those that were read.
@@ -131,7 +138,7 @@ class KvCache:
             start: first position that is stored.
             keys_and_values: [num_layers, 2, num_tokens, num_kv_heads, head_dim].
         """
-        slots = slots_of(blocks, start, start + keys_and_values.shape[2])
+        slots = slots_of(blocks, start, start + keys_and_values.shape[2]).to(self._device)
         for layer, rows in zip(range(layers.start, layers.stop), keys_and_values, strict=True):
             for half, new in zip(self._rows[layer], rows, strict=True):
                 half[slots] = new.to(half.device)

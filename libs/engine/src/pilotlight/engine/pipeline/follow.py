@@ -29,6 +29,7 @@ from pilotlight.engine.pipeline.frames import (
     StagesUp,
     header_of,
     pack,
+    settled,
     tensor_of,
     unpack,
 )
@@ -287,7 +288,7 @@ class PipelineFollower:
             PeerLost: the leader's books are not ours.
         """
         if not self._is_last:
-            computed = computed.cpu()  # A device may still compute it.
+            computed = settled(computed)
             passed = HiddenStates(
                 number=header.number,
                 keys=header.keys,
@@ -361,7 +362,9 @@ class PipelineFollower:
             self._send(frame)
             return
         layer = Stage(wanted.layer, wanted.layer + 1)
-        tensor = self._resident.kv.read(layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS)
+        tensor = self._resident.kv.copied(
+            layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS
+        )
         self._send(
             pack(
                 KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor

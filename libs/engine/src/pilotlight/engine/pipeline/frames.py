@@ -174,15 +174,33 @@ def header_of(tensor: Tensor) -> TensorHeader:
 
 
 def pack(header: Header, tensor: Tensor | None = None) -> Frame:
-    """A frame. The tensor must not change afterwards."""
-    return Frame(_encoder.encode(header), _NOTHING if tensor is None else bytes_of(tensor))
+    """A frame. The tensor must not change afterwards; what a device computes of it has been
+    computed when this returns.
+    """
+    return Frame(_encoder.encode(header), _NOTHING if tensor is None else bytes_of(settled(tensor)))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor as it travels: row-major. It must not change afterwards."""
+def bytes_of(tensor: Tensor) -> memoryview | Tensor:
+    """A tensor as it travels: row-major, and where it lies, if that is a device. It must not change
+    afterwards.
+    """
     if not tensor.numel():
         return _NOTHING
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    row = tensor.contiguous().view(-1).view(torch.uint8)
+    return row if on_device(tensor) else row.numpy().data
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory of a device, and not in the host's."""
+    return tensor.device.type != "cpu"
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The same tensor, in one piece, when what computes it on a device has done so."""
+    tensor = tensor.contiguous()
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def kv_frame(segment: Segment, piece: KvPiece) -> Frame:
@@ -211,7 +229,7 @@ def unpack(frame: Frame) -> Header:
 
 
 def tensor_of(frame: Frame, header: TensorHeader) -> Tensor:
-    """A frame's tensor; shares the payload's memory.
+    """A frame's tensor, on the device where the payload is; shares its memory.
 
     Raises:
         PeerLost: the payload is not as long as the header says.
@@ -223,4 +241,6 @@ def tensor_of(frame: Frame, header: TensorHeader) -> Tensor:
         )
     if not size_bytes:
         return torch.empty(header.shape, dtype=TORCH_DTYPES[header.dtype])
+    if isinstance(frame.payload, Tensor):
+        return frame.payload.view(TORCH_DTYPES[header.dtype]).view(header.shape)
     return torch.frombuffer(frame.payload, dtype=TORCH_DTYPES[header.dtype]).view(header.shape)

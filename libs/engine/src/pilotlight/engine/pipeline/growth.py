@@ -31,6 +31,9 @@ from pilotlight.policy.model import Stage
 
 COPY_BYTES = 8 << 20
 """Of one answer: a batch that comes behind it waits for no more than that."""
+DEVICE_COPY_BYTES = 64 << 20
+"""Of one that goes from device to device all the way, in less time: rounds of the ring are what
+copying takes then."""
 
 
 class GrowthState(Enum):
@@ -69,8 +72,8 @@ class Growth:
         """What is left of the first round of a layer. What batches change meanwhile is no part of
         it."""
         self._asked = False
-        per_block = 2 * BLOCK_TOKENS * resident.spec.num_kv_heads * resident.spec.head_dim
-        self._at_most = max(1, COPY_BYTES // (per_block * resident.dtype.size_bytes))
+        self._at_most = self._blocks_of(COPY_BYTES)
+        """Blocks of one answer."""
 
     @property
     def paused(self) -> bool:
@@ -126,6 +129,11 @@ class Growth:
         self.state, self._asked = GrowthState.HANDING_OVER, True
         return pack(LeaderRuns(stop=self.stop))
 
+    def _blocks_of(self, num_bytes: int) -> int:
+        spec = self._resident.spec
+        per_block = 2 * BLOCK_TOKENS * spec.num_kv_heads * spec.head_dim
+        return max(1, num_bytes // (per_block * self._resident.dtype.size_bytes))
+
     def _ask(self, layer: int, blocks: tuple[int, ...]) -> Frame:
         self._copies.take(layer, blocks)
         self._asked = True
@@ -146,6 +154,8 @@ class Growth:
         ):
             raise PeerLost(f"KV blocks of layer {answer.layer} come that were not asked for")
         self._asked = False
+        by_device = not isinstance(frame.payload, memoryview)
+        self._at_most = self._blocks_of(DEVICE_COPY_BYTES if by_device else COPY_BYTES)
         if not keep_copy(resident, self._target, answer, frame):
             assert ring is not None, "without a ring all layers are the leader's"
             if not ring.forward.lost:  # The ring's next look says so.

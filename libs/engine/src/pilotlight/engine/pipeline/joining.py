@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pilotlight.common.handshake import Identity
+from pilotlight.engine.channel.device_path import Devices
 from pilotlight.engine.channel.door import Door
 from pilotlight.engine.channel.tcp import TcpChannel, connect
 from pilotlight.policy.ids import InstanceId, NodeId
@@ -39,6 +40,7 @@ def join(
     following: NextStage,
     monotonic_s: Callable[[], float],
     timeout_s: float,
+    devices: Devices | None = None,
 ) -> tuple[TcpChannel, TcpChannel]:
     """A stage's channels from the stage before and to the one behind it, for ``Engine.connect``.
 
@@ -50,6 +52,8 @@ def join(
         following: the next one; of the last stage, stage 0.
         monotonic_s: the clock of deadlines.
         timeout_s: for each of the two channels.
+        devices: this process's device, as the door has it. What goes to the stage behind goes to
+            its device from here on, where that can be.
 
     Raises:
         PeerLost, PeerSilent, PeerRefused: one of the neighbours cannot be had; both channels are
@@ -60,8 +64,17 @@ def join(
         return door.accept(_about(instance_id, stage), timeout_s)
 
     def goes() -> TcpChannel:
-        about = _about(instance_id, following.stage)
-        return connect(following.address, me, following.node_id, about, monotonic_s, timeout_s)
+        channel = connect(
+            following.address,
+            me,
+            following.node_id,
+            _about(instance_id, following.stage),
+            monotonic_s,
+            timeout_s,
+            devices=devices,
+        )
+        channel.offer_device()
+        return channel
 
     first, second = (comes, goes) if stage.start == 0 else (goes, comes)
     one = first()

@@ -31,6 +31,7 @@ from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.shown import EngineStart
 from pilotlight.worker.engine_child.kernels import note_kernels
 from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
+from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
 
 log = structlog.get_logger()
@@ -44,7 +45,7 @@ ENGINE_MODULES = (
     "pilotlight.worker.engine_child.environment",
 )
 CUDA_MODULES = tuple(
-    f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "runner", "sampler")
+    f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "peers", "runner", "sampler")
 )
 """What an engine on a GPU needs besides; none of them opens a device when it is imported."""
 _PR_SET_PDEATHSIG = 1
@@ -102,7 +103,15 @@ def _serve(
         arena=device.arena,
     )
     warm_up(engine, device.probe)
-    loop = ChildLoop(connection, engine, clock, faults, device.pins, _slate(options.slate_fd))
+    loop = ChildLoop(
+        connection,
+        engine,
+        clock,
+        faults,
+        device.pins,
+        _slate(options.slate_fd),
+        Neighbours(clock.monotonic_s, device.peer_memory),
+    )
     up = EngineUp(
         pid=os.getpid(),
         device_name=device.name,

@@ -11,6 +11,7 @@ import torch
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import NoRoom
+from pilotlight.engine.channel.device_path import DeviceMemory
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
@@ -56,6 +57,8 @@ class OpenDevice:
     """Memory for models, if the device says so itself; else 0."""
     pins: Pins | None = None
     """Where the device reads the host pool itself."""
+    peer_memory: DeviceMemory | None = None
+    """What of it other engines of the host can map."""
     memory_bytes_per_s: float = 0.0
     """What it reads of its own memory; 0: not measured."""
 
@@ -104,6 +107,7 @@ def reserve_bytes(memory_bytes: int, step_tokens: int) -> int:
 def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> OpenDevice:
     # Only here: it needs the native library, and later triton.
     from pilotlight.engine.cuda.arena import CudaArena
+    from pilotlight.engine.cuda.peers import PeerMemory
 
     torch.cuda.init()
     device = torch.device("cuda", 0)
@@ -139,6 +143,7 @@ def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> O
         probe=CUDA_PROBE,
         device_bytes=room_bytes,
         pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes)),
+        peer_memory=PeerMemory(arena.native, device),
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
     )
 

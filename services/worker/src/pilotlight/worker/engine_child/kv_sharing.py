@@ -31,6 +31,7 @@ from pilotlight.policy.request import RequestKey
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pilotlight.engine.channel.device_path import Devices
     from pilotlight.engine.channel.tcp import TcpChannel
     from pilotlight.engine.kv_pieces import KvPiece
     from pilotlight.engine.kv_sharing import KvAsked
@@ -45,6 +46,12 @@ ANSWER_S = 5.0
 """For each frame of an answer, and for the look at what is there."""
 MAX_ASKED = 64
 """Requests whose KV is asked for at once; others are computed."""
+ASKED_DEVICE_BYTES = 256 << 20
+"""Of what has come and not been taken up yet, on the device; the rest waits in the host's memory."""
+RING_BYTES = 128 << 20
+"""Of device memory by which an answer goes to an engine of the same host."""
+OFFERED_S = 0.1
+"""How long an answer waits for the other engine to map that."""
 MAX_ANSWERED = 8
 """Engines that ask at once; others are sent away."""
 
@@ -58,6 +65,12 @@ class Moved:
     pieces: "tuple[KvPiece, ...]"
     """What came of its KV."""
 
+    @property
+    def device_bytes(self) -> int:
+        """What of that lies on the device."""
+        tensors = (piece.keys_and_values for piece in self.pieces)
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class _Look:
@@ -65,6 +78,7 @@ class _Look:
 
     asked: "KvAsked"
     layer: int
+    on_device: bool
     found: "SimpleQueue[tuple[Stage, Tensor] | None]"
 
 
@@ -72,7 +86,7 @@ class SharingEngine(Protocol):
     """What is asked of the engine for it."""
 
     def shared_kv(
-        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int
+        self, instance_id: InstanceId, token_ids: Sequence[int], layer: int, *, on_device: bool
     ) -> "tuple[Stage, Tensor] | None": ...
 
 
@@ -84,6 +98,7 @@ class KvSharing:
         monotonic_s: Callable[[], float],
         me: Callable[[], Identity | None],
         wake: Callable[[], None],
+        devices: "Callable[[], Devices | None]" = lambda: None,
     ) -> None:
         """Nothing is asked or answered yet.
 
@@ -91,14 +106,18 @@ class KvSharing:
             monotonic_s: the clock of deadlines.
             me: what this node proves; None: it knows no cluster's key.
             wake: has the engine's thread call ``moved`` and ``look`` soon.
+            devices: this engine's device; None: the host's memory is all there is.
         """
         self._monotonic_s = monotonic_s
         self._me = me
         self._wake = wake
+        self._devices = devices
         self._asked: dict[RequestKey, Run] = {}
         """What is not to run before its KV has come."""
         self._wanted: SimpleQueue[tuple[Run, float]] = SimpleQueue()
         self._moved: SimpleQueue[Moved] = SimpleQueue()
+        self._moved_bytes = SimpleQueue[int]()
+        """Of them on the device, as they leave ``_moved``: the thread that asks counts."""
         self._asking = False
         self._looks: SimpleQueue[_Look] = SimpleQueue()
         self._answering = threading.BoundedSemaphore(MAX_ANSWERED)
@@ -135,6 +154,7 @@ class KvSharing:
         with suppress(Empty):
             while True:
                 one = self._moved.get_nowait()
+                self._moved_bytes.put(one.device_bytes)
                 if self._asked.get(_key_of(one.run)) is one.run:
                     del self._asked[_key_of(one.run)]
                     found.append(one)
@@ -145,14 +165,18 @@ class KvSharing:
         return self._asked.pop(key, None)
 
     def _ask_all(self) -> None:
+        left_bytes = ASKED_DEVICE_BYTES
         while True:
             run, sent_s = self._wanted.get()
+            with suppress(Empty):
+                while True:
+                    left_bytes += self._moved_bytes.get_nowait()
             if self._asked.get(_key_of(run)) is not run:
                 continue  # It was called off.
             pieces: tuple[KvPiece, ...] = ()
             began_s = self._monotonic_s()
             try:
-                pieces = self._ask(run, sent_s + ASK_S)
+                pieces = self._ask(run, sent_s + ASK_S, left_bytes)
                 if not pieces:
                     log.info("no KV is there", action="kv_missed", request_id=run.request_id)
             except (EngineError, OSError) as error:
@@ -168,11 +192,14 @@ class KvSharing:
                     request_id=run.request_id,
                     tokens=min(piece.stop for piece in pieces),
                     took_s=self._monotonic_s() - began_s,
+                    on_device=all(piece.keys_and_values.device.type != "cpu" for piece in pieces),
                 )
-            self._moved.put(Moved(run=run, sent_s=sent_s, pieces=pieces))
+            moved = Moved(run=run, sent_s=sent_s, pieces=pieces)
+            left_bytes -= moved.device_bytes
+            self._moved.put(moved)
             self._wake()
 
-    def _ask(self, run: Run, until_s: float) -> "tuple[KvPiece, ...]":
+    def _ask(self, run: Run, until_s: float, device_bytes: int) -> "tuple[KvPiece, ...]":
         # Only here: torch is imported when the engine is, and not before.
         from pilotlight.engine.channel.tcp import connect
         from pilotlight.engine.kv_sharing import KvAsked, ask
@@ -192,12 +219,13 @@ class KvSharing:
             f"{ABOUT}{run.request_id}/{run.attempt}",
             self._monotonic_s,
             left_s(),
+            devices=self._devices(),
         )
         try:
             asked = KvAsked(
                 instance_id=at.instance_id, token_ids=(*run.prompt_ids, *run.output_ids)
             )
-            return ask(channel, asked, _key_of(run), left_s)
+            return ask(channel, asked, _key_of(run), left_s, device_bytes)
         finally:
             channel.close()
 
@@ -225,7 +253,12 @@ class KvSharing:
             self._wake()
         found = None
         try:
-            found = engine.shared_kv(look.asked.instance_id, look.asked.token_ids, look.layer)
+            found = engine.shared_kv(
+                look.asked.instance_id,
+                look.asked.token_ids,
+                look.layer,
+                on_device=look.on_device,
+            )
         except Exception as error:
             if context_lost(error):
                 raise
@@ -236,8 +269,12 @@ class KvSharing:
     def _answer(self, channel: "TcpChannel") -> None:
         from pilotlight.engine.kv_sharing import answer
 
+        def find(asked: "KvAsked", layer: int) -> "tuple[Stage, Tensor] | None":
+            return self._find(asked, layer, on_device=channel.carries_device(OFFERED_S))
+
         try:
-            answer(channel, self._find, ANSWER_S)
+            channel.offer_device(RING_BYTES)
+            answer(channel, find, ANSWER_S)
         except (EngineError, OSError) as error:
             log.debug("who asked for KV is gone", action="kv_not_given", why=str(error))
         except Exception as error:
@@ -246,8 +283,10 @@ class KvSharing:
             channel.close()
             self._answering.release()
 
-    def _find(self, asked: "KvAsked", layer: int) -> "tuple[Stage, Tensor] | None":
-        look = _Look(asked, layer, SimpleQueue())
+    def _find(
+        self, asked: "KvAsked", layer: int, *, on_device: bool
+    ) -> "tuple[Stage, Tensor] | None":
+        look = _Look(asked, layer, on_device, SimpleQueue())
         self._looks.put(look)
         self._wake()
         try:

@@ -105,6 +105,7 @@ class ChildLoop:
         faults: Faults,
         pins: Pins | None = None,
         slate: Slate | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._connection = connection
         self._engine = engine
@@ -113,7 +114,7 @@ class ChildLoop:
         self._buffer = FrameBuffer(CommandFrame)
         self._phases = PhaseRecorder(clock, "worker", "engine")
         self._loads = StageLoads(engine, clock, faults, self._phases, pins)
-        self._neighbours = Neighbours(clock.monotonic_s)
+        self._neighbours = neighbours or Neighbours(clock.monotonic_s)
         self._kv = self._neighbours.kv
         self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, _told)
         self._pins = pins
@@ -128,8 +129,7 @@ class ChildLoop:
         """Last told: requests waiting and running, tokens of KV free and cached."""
         self._refused: list[Produced] = []
         """Ends of those that the engine did not take; they leave with the next step."""
-        self._ended = False
-        self._received = False  # Something came when it was last looked.
+        self._ended = self._received = False  # Something came when it was last looked.
 
     def run(self, up: EngineUp) -> None:
         """Serve until told to shut down, or until the parent is gone.

@@ -25,6 +25,7 @@ from pilotlight.engine.errors import BadRequest, EngineError, PeerLost
 from pilotlight.worker.engine_child.kv_sharing import ABOUT, KvSharing
 
 if TYPE_CHECKING:
+    from pilotlight.engine.channel.device_path import DeviceMemory, Devices
     from pilotlight.engine.channel.door import Door
 
 log = structlog.get_logger()
@@ -45,9 +46,19 @@ class Joined:
 class Neighbours:
     """Owns the door and the thread that looks at it."""
 
-    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+    def __init__(
+        self, monotonic_s: Callable[[], float], memory: "DeviceMemory | None" = None
+    ) -> None:
+        """No door is open yet.
+
+        Args:
+            monotonic_s: the clock of deadlines.
+            memory: of the engine's device, where other engines can map it.
+        """
         self._monotonic_s = monotonic_s
-        self.kv = KvSharing(monotonic_s, lambda: self._me, self.wake)
+        self._memory = memory
+        self._devices: Devices | None = None
+        self.kv = KvSharing(monotonic_s, lambda: self._me, self.wake, lambda: self._devices)
         """Whom those visit who are no stages."""
         self._door: Door | None = None
         self._me: Identity | None = None
@@ -80,10 +91,13 @@ class Neighbours:
                     "engines of several stages need the secret cluster-key, the same on every node"
                 )
             # Only here: most engines have no neighbours.
+            from pilotlight.engine.channel.device_path import Devices
             from pilotlight.engine.channel.door import Door
 
+            if self._memory is not None:
+                self._devices = Devices(self._memory, _say_way)
             self._me = Identity(command.node_id, key)
-            self._door = Door(self._me, (command.host, 0), self._monotonic_s)
+            self._door = Door(self._me, (command.host, 0), self._monotonic_s, devices=self._devices)
             # It ends with the process: what it waits for may never come.
             threading.Thread(target=self._attend, name="neighbours", daemon=True).start()
         return self._door.port
@@ -143,8 +157,13 @@ class Neighbours:
                 following,
                 self._monotonic_s,
                 command.timeout_s,
+                self._devices,
             )
         except EngineError as error:
             return error
         except OSError as error:
             return PeerLost(f"{behind.node_id} cannot be reached: {error}")
+
+
+def _say_way(way: str) -> None:
+    log.info("how what lies on the device goes to another engine", action="channel_way", way=way)

@@ -1,0 +1,115 @@
+"""Device memory that two engines of one host have mapped, each for its own device: a
+``DeviceMemory``.
+
+::
+
+    process A, device 0                                    process B, device 1
+    addresses [ window )                                   addresses [ window )
+                  |                                                      |
+    device 0  [ handle ) <--- the same memory, by its descriptor --------'      read and written over NVLink
+
+Copies have a stream of their own: they wait for nothing that the engine has its device do meanwhile.
+"""
+
+import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.arena import dlpack_kind
+from pilotlight.engine.errors import EngineFailed
+from pilotlight.engine.faults import out_of_memory
+from pilotlight.native.device import Device, DeviceArena
+from pilotlight.native.library import NativeError
+
+_DLPACK_UINT, _BITS = 1, 8
+
+
+class PeerMemory:
+    """What an engine can do with memory of its device, and with that of others."""
+
+    def __init__(self, native: Device, device: torch.device) -> None:
+        """Nothing is mapped yet.
+
+        Args:
+            native: the device by its driver.
+            device: the same, by torch.
+        """
+        self._native = native
+        self._device = device
+
+    def share(self, num_bytes: int) -> "tuple[PeerWindow, int]":
+        """See ``DeviceMemory.share``; whole granules."""
+        arena: DeviceArena | None = None
+        try:
+            arena = DeviceArena(self._native, num_bytes)
+            arena.back(0, num_bytes, num_bytes)
+            descriptor, _, _ = arena.export(0)
+        except NativeError as error:
+            raise self._refused(arena, num_bytes, error) from error
+        return PeerWindow(arena, self._device), descriptor
+
+    def map(self, descriptor: int, num_bytes: int) -> "PeerWindow":
+        """See ``DeviceMemory.map``; whole granules."""
+        arena: DeviceArena | None = None
+        try:
+            arena = DeviceArena(self._native, num_bytes)
+            arena.adopt(0, num_bytes, descriptor)
+        except NativeError as error:
+            raise self._refused(arena, num_bytes, error) from error
+        return PeerWindow(arena, self._device)
+
+    def _refused(
+        self, arena: DeviceArena | None, num_bytes: int, error: NativeError
+    ) -> EngineFailed:
+        if arena is not None:
+            arena.close()
+        return EngineFailed(f"{num_bytes} bytes cannot be shared on {self._device}: {error}")
+
+
+class PeerWindow:
+    """A ``Window``."""
+
+    def __init__(self, arena: DeviceArena, device: torch.device) -> None:
+        self._arena = arena
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def write(self, offset: int, payload: Tensor) -> None:
+        """See ``Window.write``."""
+        there = self._bytes(offset, payload.nbytes)
+        if self._stream is None:
+            there.copy_(payload)
+            return
+        with torch.cuda.stream(self._stream):
+            there.copy_(payload, non_blocking=True)
+        self._stream.synchronize()
+
+    def read(self, offset: int, num_bytes: int) -> Tensor:
+        """See ``Window.read``."""
+        there = self._bytes(offset, num_bytes)
+        if self._stream is None:
+            return there.clone()
+        # The tensor is used on the stream that is current here: its memory is not given to another
+        # one before that has done with it.
+        user = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            try:
+                own = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                own = torch.empty(num_bytes, dtype=torch.uint8)
+            own.copy_(there, non_blocking=True)
+        if own.is_cuda:
+            own.record_stream(user)
+        self._stream.synchronize()
+        return own
+
+    def close(self) -> None:
+        """See ``Window.close``."""
+        self._arena.close()
+
+    def _bytes(self, offset: int, num_bytes: int) -> Tensor:
+        kind, ordinal = dlpack_kind(self._device)
+        return torch.from_dlpack(
+            self._arena.capsule(offset, (num_bytes,), _DLPACK_UINT, _BITS, kind, ordinal)
+        )
