@@ -195,6 +195,42 @@ def test_each_of_the_kernels_of_one_name_comes_from_its_own_image(rig: Rig) -> N
     archive.close()
 
 
+def test_a_graphs_kernels_are_loaded_before_it_is_made_and_no_others(rig: Rig) -> None:
+    one, *_ = some_of_one_name(rig, {b"one": 128, b"both": 64})
+    other, *_ = some_of_one_name(rig, {b"other": 128})
+    archive = rig.archive(rig.dump(_8=one, _16=other).archive)
+    fake = fake_cuda()
+
+    def asked() -> tuple[int, int]:
+        return fake.calls("cuModuleLoadData"), fake.calls("cuGraphCreate")
+
+    modules, graphs = asked()
+    archive.load(8)
+    assert asked() == (modules + 2, graphs)
+    assert archive.spent_ms["images"] > 0.0
+    assert archive.spent_ms["nodes"] == archive.spent_ms["upload"] == 0.0
+    archive.build(8)
+    assert asked() == (modules + 2, graphs + 1)
+    archive.build(16)
+    assert asked() == (modules + 3, graphs + 2)
+    assert all(ms > 0.0 for ms in archive.spent_ms.values())
+    with pytest.raises(NativeError, match="no graph 9"):
+        archive.load(9)
+    archive.close()
+
+
+def test_addresses_of_one_graph_are_looked_at_alone(rig: Rig) -> None:
+    one, *_ = some_of_one_name(rig, {b"one": 128})
+    other, *_ = some_of_one_name(rig, {b"first": 128, b"second": 128})
+    archive = rig.archive(rig.dump(_8=one, _16=other).archive)
+    slot, known = (ADDRESS, ADDRESS + ARENA_BYTES // 2), [(place(0), place(0) + 8)]
+    assert archive.check_addresses(known, *slot, 8) == 0
+    for tag in (16, None):
+        with pytest.raises(Nowhere, match="of graph 16"):
+            archive.check_addresses(known, *slot, tag)
+    archive.close()
+
+
 def test_kernels_of_one_name_that_nobody_tells_apart_are_refused(rig: Rig) -> None:
     """CUPTI gives images without handles: any choice would be a guess."""
     graph, *_ = some_of_one_name(rig, {b"wide": 128, b"narrow": 32}, told=False)

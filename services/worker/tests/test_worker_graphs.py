@@ -26,7 +26,8 @@ from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
-from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs, RestoreNews
+from pilotlight.engine.cuda.fitting import GraphsRefused
+from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, GraphPlace, Trial
