@@ -117,11 +117,55 @@ def test_what_a_request_that_has_come_needs_goes_first(prompts: RestoredRig) -> 
     assert prompts.told_before is False, "there may be none yet"
     prompts.device.go()
     settled(prompts)
-    assert prompts.device.built[-3:] == [1, 2, prompt_size(16)]
-    assert {*prompts.device.built[:2]} == {prompt_size(64), *prompts.device.loaded} - {2}
+    assert prompts.device.built == [prompt_size(64), 1, 2, prompt_size(16)]
     assert plan.expect(33), "its prompt has a graph"
     assert not plan.expect(100), "that is longer than any"
     assert not plan.expect(1)
+
+
+def test_no_more_kernels_are_loaded_ahead_once_the_stage_has_its_steps(rig: RestoredRig) -> None:
+    begun, loading = threading.Event(), threading.Event()
+
+    def load(size: int) -> None:
+        rig.device.loaded.append(size)
+        loading.set()
+        assert begun.wait(DEADLINE_S)
+
+    rig.device.load = load
+    rig.device.go()
+    rig.begin(before=lambda: loading.wait(DEADLINE_S))
+    begun.set()
+    settled(rig)
+    assert rig.device.loaded == [1]
+    assert rig.device.built == [1, 2, 4]
+
+
+def test_kernels_that_there_is_no_memory_for_yet_are_loaded_when_their_graph_is_made(
+    rig: RestoredRig,
+) -> None:
+    def load(size: int) -> None:
+        raise OutOfMemory(2, "full")
+
+    rig.device.load = load
+    rig.device.go()
+    plan = rig.begin()
+    settled(rig)
+    assert (rig.device.built, plan.news.refused) == ([1, 2, 4], "")
+
+
+def test_a_kernel_that_the_driver_refuses_ahead_ends_the_process(rig: RestoredRig) -> None:
+    refused = threading.Event()
+
+    def load(size: int) -> None:
+        refused.set()
+        raise NativeError(200, "invalid image")
+
+    rig.device.load = load
+    plan = rig.begin(before=lambda: refused.wait(DEADLINE_S))
+    settled(rig)
+    assert plan.news.refused == "driver"
+    with pytest.raises(RestoreFailed, match="invalid image"):
+        rig.supply(1)
 
 
 def test_a_prompt_is_not_waited_for_once_graphs_are_refused(prompts: RestoredRig) -> None:
@@ -293,13 +337,19 @@ def test_closing_waits_for_the_graph_that_is_made_and_makes_no_other(rig: Restor
 
 
 def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) -> None:
-    loaded = threading.Event()
-    rig.device.load = lambda size: (rig.device.loaded.append(size), loaded.set())[1]
+    all_loaded = threading.Event()
+
+    def load(size: int) -> None:
+        rig.device.loaded.append(size)
+        if len(rig.device.loaded) == 3:
+            all_loaded.set()
+
     rig.device.go()
-    plan = rig.begin(before=lambda: (loaded.wait(DEADLINE_S), *rig.device.checked))
+    rig.device.load = load
+    plan = rig.begin(before=lambda: (all_loaded.wait(DEADLINE_S), *rig.device.checked))
     assert rig.told_before == (True,), "there is memory yet to come that graphs may name"
     settled(rig)
-    assert rig.device.loaded == [1], "what the first one needs, and nothing else"
+    assert rig.device.loaded == [1, 2, 4], "in the order in which they come"
     assert rig.device.checked == [1, 2, 4], "each before it is made"
     took_ms = plan.took_ms
     assert {"read", "open", "load", "reserved", "begun"} < took_ms.keys()

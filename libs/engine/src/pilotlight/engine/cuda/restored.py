@@ -14,9 +14,9 @@ kernels are loaded while the stage gets its memory, and its own addresses are lo
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -169,7 +169,7 @@ class RestoredGraphs:
             return
         self._took("reserved")
         with self._changed:
-            self._running = self._refused is None
+            self._running = self._refused is None and self._broken is None
             self._changed.notify_all()
 
     def supply(
@@ -313,20 +313,29 @@ class RestoredGraphs:
             raise
 
     def _prepared(self) -> GraphDevice:
-        """The archive, and the kernels of the graph that comes first."""
+        """The archive, with the kernels of as many graphs as there is time for, in the order in
+        which graphs come.
+        """
         at_s = self._now_s()
         archive = self._read()
         at_s = self._lasted("read", at_s)
         self._device = device = self._opened(archive)
         at_s = self._lasted("open", at_s)
-        with self._changed:
-            first = None if self._closing or self._refused else next_graph(self._order)
-        if first is not None:
+        loaded: set[int] = set()
+        while (size := self._next_to_load(loaded)) is not None:
             with suppress(OutOfMemory):
                 # Then there may be some when it is made.
-                device.load(first)
-            self._lasted("load", at_s)
+                device.load(size)
+            loaded.add(size)
+        self._lasted("load", at_s)
         return device
+
+    def _next_to_load(self, loaded: Set[int]) -> int | None:
+        """The graph whose kernels are loaded next, while there are no steps yet."""
+        with self._changed:
+            if self._running or self._closing or self._refused:
+                return None
+            return next_graph(replace(self._order, ready=frozenset(loaded)))
 
     def _took(self, step: str) -> None:
         self._took_ms[step] = round((self._now_s() - self._begun_s) * 1e3, 1)
