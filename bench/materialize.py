@@ -4,8 +4,8 @@ Every figure is of a process of its own (``materialize_job.py``), with empty cac
 kernels, random bfloat16 weights of the 4B and 8B shapes in pinned memory of the host, and torch
 imported and its context made before the clock starts:
 
-* ``restore``: the first graph and all 43, 35 of decode steps and 8 of prompts, from when the stage has its memory, from an archive that
-  another process recorded; alone;
+* ``restore``: the first graph and all 43, 35 of decode steps and 8 of prompts, from when the stage
+  has its memory, from an archive that another process recorded; alone;
 * ``beside``: the same, while the weights come onto the device, and what their copies take then;
 * ``captured``: what an engine without recorded graphs does to be as far: it compiles or loads all
   kernels, runs each size and captures it, with the weights in place;
@@ -18,8 +18,8 @@ imported and its context made before the clock starts:
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
-gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what images,
-nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
+gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
+images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no

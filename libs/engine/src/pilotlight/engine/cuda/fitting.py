@@ -1,5 +1,5 @@
-"""Whether recorded graphs fit a stage: everything that they expect of it, looked at before the driver
-is asked for anything.
+"""Whether recorded graphs fit a stage: everything that they expect of it, looked at before the
+driver is asked for a graph.
 """
 
 import re
@@ -66,6 +66,12 @@ def reserve(
     layout: GraphLayout, memory: StageMemory, scratch: Scratch, steps: StageSteps
 ) -> Tensor | None:
     """Has memory behind all of the graph pool that the graphs know.
+
+    Args:
+        layout: of the graphs.
+        memory: the stage's.
+        scratch: the slot's.
+        steps: the stage's.
 
     Returns:
         What keeps torch from giving it to anything else.

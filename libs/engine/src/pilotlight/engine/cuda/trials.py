@@ -1,8 +1,8 @@
 """Trials: fixed steps that prove graphs.
 
-A decode step's trial of n rows runs n requests of one token each. Each row sees itself alone: its key and value
-come from the step, are stored nowhere, and nothing of the cache is read. So it gives the same bits
-whatever requests have in the cache, and harms none of them.
+A decode step's trial of n rows runs n requests of one token each. Each row sees itself alone: its
+key and value come from the step, are stored nowhere, and nothing of the cache is read. So it gives
+the same bits whatever requests have in the cache, and harms none of them.
 
 ::
 
