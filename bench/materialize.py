@@ -126,7 +126,9 @@ def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
     """In the form of ``bench/results``."""
     measurements: list[dict[str, Any]] = []
     for (way, shape), rows in run.rows.items():
-        samples = {name: [round(row[name], 2) for row in rows] for name in rows[0]}
+        # Of a row that ended before all graphs were there, some times are missing.
+        names = [name for name in rows[0] if all(name in row for row in rows)]
+        samples = {name: [round(row[name], 2) for row in rows] for name in names}
         medians = {name: statistics.median(each) for name, each in samples.items()}
         named = {"what": f"{WHAT[way]}, {shape}", **about, "unit": "ms, and counts"}
         measurements.append({**named, "samples": samples, "medians": medians})

@@ -284,7 +284,7 @@ def cold(
     }
     if isinstance(plan, RestoredGraphs):
         told |= {f"took_{step}_ms": ms for step, ms in plan.took_ms.items()}
-        told["proved"] = plan.news.proved
+        told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}
     if kernels is None:
         return told
     return {

@@ -280,12 +280,12 @@ class RestoredGraphs:
         """The thread."""
         try:
             device = self._prepared()
+            before, elsewhere = device.spent_ms, 0
             with self._changed:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
             self._took("begun")
-            before, elsewhere = device.spent_ms, 0
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
                 self._ended(size, self._built(device, size))
