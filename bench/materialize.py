@@ -4,8 +4,8 @@ Every figure is of a process of its own (``materialize_job.py``), with empty cac
 kernels, random bfloat16 weights of the 4B and 8B shapes in pinned memory of the host, and torch
 imported and its context made before the clock starts:
 
-* ``restore``: the first graph and all 35, from when the stage has its memory, from an archive that
-  another process recorded; alone;
+* ``restore``: the first graph and all 43, 35 of decode steps and 8 of prompts, from when the stage
+  has its memory, from an archive that another process recorded; alone;
 * ``beside``: the same, while the weights come onto the device, and what their copies take then;
 * ``captured``: what an engine without recorded graphs does to be as far: it compiles or loads all
   kernels, runs each size and captures it, with the weights in place;
@@ -13,7 +13,13 @@ imported and its context made before the clock starts:
   its first token, and the worst gap between two of its 64. It is the engine alone: no gateway, no
   scheduler;
 * ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that
-  in an engine that has run a small model before the clock starts, as a worker's has.
+  in an engine that has run a small model before the clock starts, as a worker's has;
+* ``cold-decode``: as ``cold-warm``, without the graphs of prompts.
+
+What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
+the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
+gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
+images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
@@ -40,16 +46,26 @@ from served_gpu import commit, machine
 
 JOB = Path(__file__).resolve().parent / "materialize_job.py"
 SHAPES = ("4B", "8B")
-WAYS = ("restore", "beside", "captured", "cold", "cold-plain", "cold-kernels", "cold-warm")
+WAYS = (
+    "restore",
+    "beside",
+    "captured",
+    "cold",
+    "cold-plain",
+    "cold-kernels",
+    "cold-decode",
+    "cold-warm",
+)
 SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
 WHAT = {
-    "restore": "35 decode graphs restored, alone",
-    "beside": "35 decode graphs restored while the weights come",
+    "restore": "35 decode and 8 prompt graphs restored, alone",
+    "beside": "35 decode and 8 prompt graphs restored while the weights come",
     "captured": "35 decode graphs compiled and captured at the start",
     "cold": "a cold start in an engine, with recorded graphs",
     "cold-plain": "a cold start in an engine, without recorded graphs",
     "cold-kernels": "a cold start in an engine, with recorded graphs and kernels",
+    "cold-decode": "a cold start in a warm engine, with recorded decode graphs and kernels",
     "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
 }
 Row = dict[str, Any]
@@ -110,7 +126,9 @@ def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
     """In the form of ``bench/results``."""
     measurements: list[dict[str, Any]] = []
     for (way, shape), rows in run.rows.items():
-        samples = {name: [round(row[name], 2) for row in rows] for name in rows[0]}
+        # Of a row that ended before all graphs were there, some times are missing.
+        names = [name for name in rows[0] if all(name in row for row in rows)]
+        samples = {name: [round(row[name], 2) for row in rows] for name in names}
         medians = {name: statistics.median(each) for name, each in samples.items()}
         named = {"what": f"{WHAT[way]}, {shape}", **about, "unit": "ms, and counts"}
         measurements.append({**named, "samples": samples, "medians": medians})

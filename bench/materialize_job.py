@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.compiled import pack
-from pilotlight.engine.cuda.graphs import SIZES, DecodeSteps, GraphSet, GraphSupplier
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, GraphSupplier, StageSteps
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
@@ -137,13 +138,13 @@ class Capturing:
     """A ``GraphPlan``: everything is compiled and captured before anything is answered."""
 
     def __init__(self) -> None:
-        self.steps: DecodeSteps | None = None
+        self.steps: StageSteps | None = None
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
         """See ``GraphPlan``."""
         return CaptureOnSecondUse(memory.arena.device, scratch)
 
-    def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
+    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         self.steps = steps
 
@@ -151,7 +152,11 @@ class Capturing:
 class Watched(RestoredGraphs):
     """Says when graphs were ready, from when the stage has its memory, in milliseconds."""
 
-    def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
+    def __init__(self, layout: GraphLayout, read: Callable[[], bytes]) -> None:
+        super().__init__(layout, read)
+        self._count = len(layout.digests)
+
+    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         self._began_s = time.perf_counter()
         self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -163,7 +168,7 @@ class Watched(RestoredGraphs):
         """Until all are ready, or none comes any more."""
         self._watch.join(READY_S)
         news = self.news
-        if news.refused or news.ready != len(SIZES):
+        if news.refused or news.ready != self._count:
             raise SystemExit(f"graphs are not restored: {news}")
 
     def _look(self) -> None:
@@ -171,13 +176,15 @@ class Watched(RestoredGraphs):
             ms = (time.perf_counter() - self._began_s) * 1e3
             ready = self.news.ready
             self.first_ms = self.first_ms or (ms if ready else 0.0)
-            self.all_ms = ms if ready == len(SIZES) else 0.0
+            self.all_ms = ms if ready == self._count else 0.0
             time.sleep(LOOK_S)
 
 
-def restored(shape: str, folder: Path) -> Watched:
-    """The plan of a shape's recorded graphs."""
+def restored(shape: str, folder: Path, *, prompts: bool = True) -> Watched:
+    """The plan of a shape's recorded graphs, with those of prompts or without."""
     layout = decode_json((folder / f"{shape}.json").read_bytes(), GraphLayout)
+    if not prompts:
+        layout = replace(layout, prompts=())
     return Watched(layout, (folder / f"{shape}.graphs").read_bytes)
 
 
@@ -190,7 +197,12 @@ def record(shape: str, folder: Path) -> dict[str, Any]:
     made = plan.record()
     (folder / f"{shape}.graphs").write_bytes(made.archive)
     (folder / f"{shape}.json").write_bytes(encode_json(made.layout))
-    told = {"record_s": time.perf_counter() - began_s, "archive_bytes": len(made.archive)}
+    told = {
+        "record_s": time.perf_counter() - began_s,
+        "archive_bytes": len(made.archive),
+        "prompts": len(made.layout.prompts),
+        "prompts_refused": made.layout.prompts_refused,
+    }
     model.ask()
     model.answer()
     entries = STORE.noted()
@@ -207,6 +219,7 @@ def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
     if beside:
         copy_s = model.place()
     plan.wait()
+    took_ms = {f"took_{step}": ms for step, ms in plan.took_ms.items()}
     if not beside:
         copy_s = model.place()
     plan.prove()
@@ -215,7 +228,7 @@ def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
         "all_ms": plan.all_ms,
         "copy_ms": copy_s * 1e3,
         "proved": plan.news.proved,
-        **{f"until_{step}_ms": ms for step, ms in plan.took_ms.items()},
+        **{f"{step}_ms": ms for step, ms in took_ms.items()},
     }
 
 
@@ -254,9 +267,11 @@ def cold(
         STORE.restore(kernels.read_bytes())
     restored_s = time.perf_counter()
     model.begin(plan)
+    begun_s = time.perf_counter()
     model.ask()
     for part in model.parts:
         model.engine.place_part(INSTANCE, part, model.sources(part))
+    placed_s = time.perf_counter()
     at_s = model.answer()
     gaps_ms = sorted((after - before) * 1e3 for before, after in itertools.pairwise(at_s))
     told = {
@@ -264,7 +279,12 @@ def cold(
         "tokens": len(at_s),
         "worst_gap_ms": gaps_ms[-1],
         "median_gap_ms": gaps_ms[len(gaps_ms) // 2],
+        "begun_ms": (begun_s - began_s) * 1e3,
+        "placed_ms": (placed_s - began_s) * 1e3,
     }
+    if isinstance(plan, RestoredGraphs):
+        told |= {f"took_{step}_ms": ms for step, ms in plan.took_ms.items()}
+        told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}
     if kernels is None:
         return told
     return {
@@ -290,6 +310,9 @@ def main() -> None:
         "cold": lambda: cold(shape, restored(shape, folder)),
         "cold-plain": lambda: cold(shape, None),
         "cold-kernels": lambda: cold(shape, restored(shape, folder), kernels),
+        "cold-decode": lambda: cold(
+            shape, restored(shape, folder, prompts=False), kernels, warm=True
+        ),
         "cold-warm": lambda: cold(shape, restored(shape, folder), kernels, warm=True),
     }
     print(json.dumps(ways[way]()))

@@ -15,6 +15,7 @@ from pool_files import PoolFile, pool_file
 
 from pilotlight.common.errors import PilotlightError, RestoreFailed
 from pilotlight.common.messages.codec import decode_json, encode_json
+from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.materialized import Artifact, GraphLayout, Trial
 from pilotlight.policy.model import Dtype
@@ -24,7 +25,8 @@ from pilotlight.worker.graph_files import GraphFile
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio]
 
 Record = Callable[[str, object], None]
-SIZES = 35
+GRAPHS = 35 + 8
+"""Of decode steps, and of prompts."""
 BATCHES = (1, 2, 3, 7, 16, 33)
 
 
@@ -91,13 +93,15 @@ async def test_what_a_worker_builds_another_child_restores(
     archive = made.archives[blob.digest]
     record_property("archive_bytes", len(archive))
     assert [one.rows for one in layout_of(made.manifest).trials][:4] == [1, 2, 4, 8]
+    assert layout_of(made.manifest).prompts_refused == "", log
+    assert [one.rows for one in layout_of(made.manifest).prompts] == list(LENGTHS)
     plain = await outputs(make_session(), pool)
 
     session = make_session()
     assert await outputs(session, pool, made.manifest, archive) == plain
     assert session.graphs is not None
     told = session.graphs
-    assert (told.ready, told.proved, told.refused) == (SIZES, SIZES, ""), told.message
+    assert (told.ready, told.proved, told.refused) == (GRAPHS, GRAPHS, ""), told.message
 
     flipped = bytearray(archive)
     flipped[len(flipped) // 2] ^= 1

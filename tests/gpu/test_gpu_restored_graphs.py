@@ -1,4 +1,4 @@
-"""Decode graphs that one process records and another restores: bit for bit, every size, with fresh
+"""Graphs that one process records and another restores: bit for bit, every size, with fresh
 inputs and a poisoned pool; or refused by name.
 """
 
@@ -20,7 +20,8 @@ import restored_steps
 pytestmark = pytest.mark.gpu
 
 Record = Callable[[str, object], None]
-SIZES = 35
+GRAPHS = 35 + 8
+"""Of decode steps, and of prompts."""
 CHILD_S = 300
 
 
@@ -53,7 +54,8 @@ def test_captured_steps_give_what_eager_ones_do(recorded: Any, record_property: 
     for kind, told in recorded[1].items():
         facts = {name: told[name] for name in ("record_s", "archive_bytes", "pool_bytes")}
         record_property(kind, facts)
-        assert len(told["eager"]) == 2 * SIZES
+        assert len(told["eager"]) == 2 * GRAPHS
+        assert told["prompts_refused"] == "", kind
         assert differing(told["captured"], told["eager"]) == [], kind
 
 
@@ -62,10 +64,13 @@ def test_every_restored_graph_gives_the_bits_of_the_captured_one(
 ) -> None:
     folder, before = recorded
     for kind, told in child("restore", str(folder), "plain").items():
-        facts = {name: told[name] for name in ("stage_s", "first_s", "all_s", "physical_after")}
+        facts = {
+            name: told[name]
+            for name in ("stage_s", "first_s", "all_s", "physical_after", "took_ms")
+        }
         record_property(kind, facts)
         assert (told["refused"], told["message"], told["failed"]) == ("", "", ""), kind
-        assert (told["ready"], told["proved"]) == (SIZES, SIZES), kind
+        assert (told["ready"], told["proved"]) == (GRAPHS, GRAPHS), kind
         assert differing(told["found"], before[kind]["captured"]) == [], kind
 
 

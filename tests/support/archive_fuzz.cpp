@@ -28,7 +28,7 @@ extern "C" {
 int pilotlight_archive_open(CUcontext, const char *, std::uint64_t, std::uint64_t, Archive **, std::uint64_t *);
 std::uint64_t pilotlight_archive_tag(Archive *, std::uint32_t);
 int pilotlight_archive_build(Archive *, std::uint32_t, CUstream);
-int pilotlight_archive_check_addresses(Archive *, const std::uint64_t *, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t *);
+int pilotlight_archive_check_addresses(Archive *, std::uint32_t, std::uint32_t, const std::uint64_t *, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t *);
 int pilotlight_archive_launch(Archive *, std::uint32_t, CUstream);
 void pilotlight_archive_close(Archive *);
 }
@@ -244,7 +244,7 @@ int main(int count, char **arguments) {
         num_kernels = header.num_kernels;
         // The words of parameters are anything: half of the arena is known.
         std::uint64_t half = header.arena_address + header.arena_bytes / 2, known[] = {header.arena_address, half}, elsewhere = 0;
-        pilotlight_archive_check_addresses(archive, known, 1, known[0], half + header.arena_bytes / 4, &elsewhere);
+        pilotlight_archive_check_addresses(archive, 0, header.num_graphs, known, 1, known[0], half + header.arena_bytes / 4, &elsewhere);
         if (driver_calls) {
             std::fprintf(stderr, "mutation %llu: its addresses had reached the driver\n", static_cast<unsigned long long>(number));
             return 1;

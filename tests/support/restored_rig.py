@@ -1,5 +1,5 @@
 """A stage whose graphs are restored, without a device: what stands in for one writes rows where
-graphs would.
+graphs would. Sizes beyond ``PROMPTS`` are prompts', as everywhere.
 """
 
 import contextlib
@@ -11,12 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pilotlight.engine.cuda.fitting import places_of
 from pilotlight.engine.cuda.graphs import SIZES, GraphStep, GraphSupplier, Kind
-from pilotlight.engine.cuda.restored import RestoredGraphs, places_of
+from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.library import NativeError, Nowhere
+from pilotlight.policy.graphs.restoring import PROMPTS, prompt_size
 from pilotlight.policy.materialized import GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Stage
 
@@ -57,26 +59,28 @@ class StandInSteps:
         """How a trial runs."""
 
     @contextlib.contextmanager
-    def trial_inputs(self, rows: int) -> Iterator[None]:
+    def trial_inputs(self, size: int) -> Iterator[None]:
         before, self.input = self.input, 7.0
         try:
             yield
         finally:
             self.input = before
 
-    def trial(self, rows: int) -> Tensor:
+    def trial(self, size: int) -> Tensor:
         assert self.through is not None
-        with self.trial_inputs(rows):
-            return self.through(rows)
+        with self.trial_inputs(size):
+            return self.through(size)
 
-    def kind_of(self, rows: int) -> Kind:
-        return Kind(WHOLE, rows)
+    def kind_of(self, size: int) -> Kind:
+        prompt = size > PROMPTS
+        return Kind(WHOLE, size - PROMPTS if prompt else size, prompt)
 
-    def logits(self, rows: int) -> Tensor:
-        return self.out[:rows]
+    def logits(self, size: int) -> Tensor:
+        return self.out[: 1 if size > PROMPTS else size]
 
-    def compute(self, rows: int) -> None:
-        self.logits(rows).copy_(torch.arange(rows * VOCAB).view(rows, VOCAB) * self.input + rows)
+    def compute(self, size: int) -> None:
+        out = self.logits(size)
+        out.copy_(torch.arange(out.numel()).view_as(out) * self.input + size)
 
 
 class StandInDevice:
@@ -90,12 +94,21 @@ class StandInDevice:
         self.fails: dict[int, NativeError] = {}
         self.closed = False
         self.launched: list[int] = []
-        self.nowhere = ""
-        """A graph has an address where nothing is."""
+        self.loaded: list[int] = []
+        """Of which kernels were loaded before they were made."""
+        self.nowhere: dict[int, str] = {}
+        """Graphs with an address where nothing is."""
+        self.checked: list[int] = []
+        self.spent_ms: dict[str, float] = {"images": 0.0, "nodes": 0.0}
 
-    def check(self) -> int:
-        if self.nowhere:
-            raise Nowhere(-6, self.nowhere)
+    def load(self, size: int) -> None:
+        self.loaded.append(size)
+        self.spent_ms["images"] += 1.0
+
+    def check(self, size: int) -> int:
+        self.checked.append(size)
+        if size in self.nowhere:
+            raise Nowhere(-6, self.nowhere[size])
         return 0
 
     def go(self, *sizes: int) -> None:
@@ -108,6 +121,7 @@ class StandInDevice:
         if rows in self.fails:
             raise self.fails[rows]
         self.built.append(rows)
+        self.spent_ms = {**self.spent_ms, "nodes": self.spent_ms["nodes"] + 2.0}
 
     def launch(self, rows: int) -> None:
         assert rows in self.built
@@ -129,6 +143,9 @@ class StandInCapture:
         self.asked.append(kind)
         return None
 
+    def expect(self, tokens: int) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 
@@ -136,9 +153,16 @@ class StandInCapture:
 class RestoredRig:
     """A plan, its stage's steps, and the device."""
 
-    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4), *, wait_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        sizes: tuple[int, ...] = (1, 2, 4),
+        *,
+        prompts: tuple[int, ...] = (),
+        wait_s: float = DEADLINE_S,
+    ) -> None:
         self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
-        self.device = StandInDevice(self.steps, sizes)
+        lengths = tuple(map(prompt_size, prompts))
+        self.device = StandInDevice(self.steps, (*sizes, *lengths))
         self.read: Callable[[], bytes] = lambda: b"archive"
         self.open: Callable[[], Any] = lambda: self.device
         self.slot = 3
@@ -148,6 +172,10 @@ class RestoredRig:
             places=places_in(places_of(self.steps)),
             pool_bytes=POOL_BYTES,
             trials=tuple(Trial(rows=rows, digest=self.recorded(rows)) for rows in sizes),
+            prompts=tuple(
+                Trial(rows=rows, digest=self.recorded(size))
+                for rows, size in zip(prompts, lengths, strict=True)
+            ),
         )
         self.plan: RestoredGraphs | None = None
         self.uses: dict[int, int] = {}
@@ -155,10 +183,10 @@ class RestoredRig:
         self.graph_set = SimpleNamespace(uses={})
         self.told_before: Any = None
 
-    def recorded(self, rows: int) -> str:
-        with self.steps.trial_inputs(rows):
-            self.steps.compute(rows)
-        return digest_of(self.steps.logits(rows))
+    def recorded(self, size: int) -> str:
+        with self.steps.trial_inputs(size):
+            self.steps.compute(size)
+        return digest_of(self.steps.logits(size))
 
     def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
         """``before``: asked between the stage's memory and its steps."""
@@ -184,9 +212,8 @@ class RestoredRig:
     def supply(self, rows: int, layers: Stage = WHOLE, *, prompt: bool = False) -> GraphStep | None:
         """As a step of so many rows asks."""
         assert self.plan is not None
-        return self.plan.supply(
-            Kind(layers, rows, prompt), lambda: self.steps.out, lambda: self.steps.logits(rows)
-        )
+        kind = Kind(layers, rows, prompt)
+        return self.plan.supply(kind, lambda: self.steps.out, lambda: self.steps.logits(kind.size))
 
     def end(self) -> None:
         self.device.go()

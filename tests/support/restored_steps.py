@@ -1,4 +1,4 @@
-"""Decode steps of a small model on a device, in a process of their own: recorded by one process,
+"""Captured steps of a small model on a device, in a process of their own: recorded by one process,
 restored by another.
 
 ``python restored_steps.py record FOLDER``, ``restore FOLDER WAY`` or ``walk FOLDER KIND`` prints
@@ -28,11 +28,13 @@ from random_models import random_parts, source_of, spec_of
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.engine.compute import GraphPlan, compute_on
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.fitting import GraphsRefused, named
 from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.cuda.recording import GraphRecorder
-from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs
+from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.kv import KvCache
@@ -80,6 +82,22 @@ class Stage:
                     self.memory.graph_pool_bytes(poison_bytes).fill_(POISON)
                 batch, inputs = step_of(rows, turn, self.vocab_size)
                 yield f"{turn} {rows}", digest_of(self.compute.runner.run(batch, inputs))
+            for length in LENGTHS:
+                yield f"{turn} prompt {length}", self._prompt(length, turn, generator, poison_bytes)
+
+    def _prompt(self, length: int, turn: int, generator: torch.Generator, poison_bytes: int) -> str:
+        """What a prompt gives behind a beginning that the cache has from its first block on."""
+        generator.manual_seed(7000 * turn + length)
+        for layer in range(self.num_layers):
+            for stored in self.kv.stored(layer):
+                stored.normal_(0, 1, generator=generator)
+        if poison_bytes:
+            self.memory.graph_pool_bytes(poison_bytes).fill_(POISON)
+        start, count = 11 * turn, length - turn
+        table = tuple(range(blocks_for(start + count)))
+        tokens = [(7919 * (row + 1) * turn) % self.vocab_size for row in range(count)]
+        batch = Batch((Segment(start, count, table, True),))
+        return digest_of(self.compute.runner.run(batch, torch.tensor(tokens)))
 
 
 def step_of(rows: int, turn: int, vocab_size: int) -> tuple[Batch, torch.Tensor]:
@@ -115,6 +133,7 @@ def record(folder: Path) -> dict[str, Any]:
             "record_s": round(seconds, 2),
             "archive_bytes": len(recorded.archive),
             "pool_bytes": recorded.layout.pool_bytes,
+            "prompts_refused": recorded.layout.prompts_refused,
             "images": recorded_images()[0],
         }
         eager.compute.close()
@@ -130,6 +149,9 @@ class NoGraphs:
 
     def begin(self, steps: object, graphs: object) -> None: ...
     def supply(self, kind: object, step: object, output: object) -> None: ...
+    def expect(self, tokens: int) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 
@@ -162,19 +184,19 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
     ways = {"walk": archive.walk, "graph": partial(_build_and_launch, archive)}
     steps = stage.compute.runner
     assert isinstance(steps, CudaRangeRunner)
-    for trial in layout.trials:
+    for size, recorded in layout.digests.items():
         for way, go in ways.items():
-            name = f"{trial.rows} {way}"
+            name = f"{named(steps.kind_of(size))} {way}"
             try:
                 stage.memory.graph_pool_bytes(layout.pool_bytes).fill_(POISON)
-                with steps.trial_inputs(trial.rows):
+                with steps.trial_inputs(size):
                     torch.cuda.synchronize()
-                    go(trial.rows, stream)
-                    found = digest_of(steps.logits(trial.rows))
+                    go(size, stream)
+                    found = digest_of(steps.logits(size))
             except (NativeError, RuntimeError) as error:
                 told[name] = str(error)
                 return told
-            told[name] = "same" if found == trial.digest else found
+            told[name] = "same" if found == recorded else found
     return told
 
 
@@ -222,6 +244,7 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
         "stage_s": round(built_s, 3),
         "first_s": round(first_s, 3),
         "all_s": round(time.perf_counter() - began_s, 3),
+        "took_ms": dict(plan.took_ms),
     }
     if not failed:
         stage.compute.close()

@@ -69,6 +69,9 @@ class Restored:
     def close(self) -> None:
         self.closed = True
 
+    def expect(self, tokens: int) -> bool:
+        return False
+
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
     ) -> GraphStep | None:

@@ -10,9 +10,11 @@ from restored_rig import POOL_BYTES, StandInPool, StandInSteps
 from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
 from pilotlight.native.graphs import GraphDump
 from pilotlight.native.library import NativeError, Nowhere
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.materialized import Trial
 
-SIZES = (1, 2, 4)
+SIZES, LENGTHS = (1, 2, 4), (16, 64)
+PROMPT_SIZES = tuple(map(prompt_size, LENGTHS))
 DUMP = GraphDump(b"archive", 3, 2, 1, 100, 9, 0)
 
 
@@ -28,11 +30,15 @@ class Recording:
         self.drift = 0.0
         """A graph's logits differ from the eager ones by as much."""
         self.reads_pool = False
+        self.only: tuple[int, ...] = (*SIZES, *PROMPT_SIZES)
+        """What is wrong is so with these sizes."""
+        self.dumps: list[tuple[int, ...]] = []
+        """What was written down, each time."""
         self.dump: GraphDump | NativeError = DUMP
-        self.recorder = GraphRecorder(SIZES)
+        self.recorder = GraphRecorder(SIZES, LENGTHS)
         self.order: list[int] = []
         monkeypatch.setattr("pilotlight.engine.cuda.recording.CaptureOnSecondUse", self.capture)
-        monkeypatch.setattr(GraphRecorder, "_handles", lambda recorder, steps: {})
+        monkeypatch.setattr(GraphRecorder, "_handles", lambda recorder, steps, sizes: sizes)
         monkeypatch.setattr("pilotlight.engine.cuda.recording.dump_proved", self.dumped)
         monkeypatch.setattr("pilotlight.engine.cuda.recording.ArchiveOnDevice", self.opened)
         self.nowhere = ""
@@ -42,13 +48,16 @@ class Recording:
         assert keep
         return SimpleNamespace()
 
-    def dumped(self, handles: object, arena: object, ordinal: int) -> GraphDump:
-        if isinstance(self.dump, NativeError):
+    def dumped(self, handles: tuple[int, ...], arena: object, ordinal: int) -> GraphDump:
+        self.dumps.append(handles)
+        if isinstance(self.dump, NativeError) and {*self.only} & {*handles}:
             raise self.dump
+        if isinstance(self.dump, NativeError):
+            return DUMP
         return self.dump
 
     def opened(self, memory: object, archive: bytes) -> object:
-        def check() -> int:
+        def check(size: int) -> int:
             if self.nowhere:
                 raise Nowhere(-6, self.nowhere)
             return 0
@@ -62,10 +71,11 @@ class Recording:
         was = float(self.steps.pool[-1])
         self.steps.compute(rows)
         out = self.steps.logits(rows)
-        if turn >= 2 and self.captures:
+        wrong = rows in self.only
+        if turn >= 2 and (self.captures or not wrong):
             self.graphs[self.steps.kind_of(rows)] = object()
-            out += self.drift
-        if self.reads_pool:
+            out += self.drift if wrong else 0.0
+        if self.reads_pool and wrong:
             out += was
         return out
 
@@ -91,7 +101,12 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 def test_what_is_recorded_says_where_everything_lies(recording: Recording) -> None:
     made = recording.record()
     assert made.archive == b"archive"
-    assert recording.order == [4, 2, 1], "the largest first"
+    assert recording.order == [*reversed(PROMPT_SIZES), 4, 2, 1], "the largest first"
+    assert recording.dumps == [(*SIZES, *reversed(PROMPT_SIZES))]
+    assert [trial.rows for trial in made.layout.prompts] == [16, 64]
+    assert made.layout.prompts_refused == ""
+    assert made.layout.digests.keys() == {*SIZES, *PROMPT_SIZES}
+    assert len({*made.layout.digests.values()}) == len(made.layout.digests)
     assert made.layout.slot == 3
     assert made.layout.pool_bytes == POOL_BYTES
     assert made.layout.addresses.keys() == {"metadata", "logits"}
@@ -122,6 +137,23 @@ def test_what_another_process_cannot_have_is_refused_by_name(
         recording.record()
     assert refused.value.field == field.partition(":")[0]
     assert str(refused.value)
+
+
+@pytest.mark.parametrize("field", ["varies", "permanent", "memory", "nodes"])
+@pytest.mark.parametrize("wrong", [PROMPT_SIZES, PROMPT_SIZES[:1]])
+def test_prompts_that_cannot_be_recorded_are_left_out_by_name(
+    recording: Recording, field: str, wrong: tuple[int, ...]
+) -> None:
+    for name, value in WAYS[field].items():
+        setattr(recording, name, value)
+    recording.only = wrong
+    layout = recording.record().layout
+    assert layout.prompts_refused == field
+    assert [trial.rows for trial in layout.trials] == [1, 2, 4]
+    # A graph that cannot be written down is not told apart.
+    others = [] if field == "nodes" or len(wrong) > 1 else [64]
+    assert [trial.rows for trial in layout.prompts] == others
+    assert {*recording.dumps[-1]} == {*layout.digests}
 
 
 def test_a_model_without_trials_is_refused_by_name(recording: Recording) -> None:

@@ -5,12 +5,20 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from random_models import spec_of
 
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda import trials
-from pilotlight.engine.cuda.attention_metadata import NOWHERE, zeros_on
+from pilotlight.engine.cuda.attention_metadata import NOWHERE, QUERIES_AT_ONCE, zeros_on
 from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt
 from pilotlight.engine.cuda.static_words import StaticDecode
 from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.device.arena import CpuArena
+from pilotlight.engine.device.kv import KvCache
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.models.registry import decoder_of
+from pilotlight.policy.model import Dtype
 
 VOCAB = 997
 
@@ -44,6 +52,49 @@ def test_every_row_of_a_trial_sees_itself_alone(rows: int, window_tokens: int | 
                 row for row in range(rows) for _ in range(1 + row % 2)
             )
     assert (static.static.words == 12345).all(), "the step under way has its words back"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_prompts_trial_has_the_first_block_alone(length: int) -> None:
+    static = StaticPrompt(zeros_on(torch.device("cpu")), pinned=False)
+    static.static.words.fill_(12345)
+    for rows in (length, length - 3):
+        with static.trial(rows, VOCAB):
+            step, token_ids = static.view(length)
+            assert step.chunks is not None
+            assert step.logit_rows is not None
+            slots = step.rows.slots.tolist()
+            stored = [row for row, slot in enumerate(slots) if slot != NOWHERE]
+            assert [slots[row] for row in stored] == list(range(min(rows, BLOCK_TOKENS)))
+            assert stored[-1] == rows - 1 == int(step.logit_rows)
+            gaps = np.diff([-1, *stored])
+            assert gaps.max() - gaps.min() <= 1, "evenly"
+            assert not step.rows.blocks[: -(-rows // BLOCK_TOKENS)].any()
+            assert step.rows.positions[:rows].tolist() == list(range(rows))
+            chunks = step.chunks
+            told = [int(one) for one in (chunks.rows, chunks.starts, chunks.counts)]
+            assert told == [0, 0, rows]
+            assert not chunks.first_blocks.any()
+            assert not chunks.tile_segments.any()
+            assert chunks.tile_rows.tolist() == list(range(0, length, QUERIES_AT_ONCE))
+            assert ((token_ids >= 0) & (token_ids < VOCAB)).all()
+            assert len(set(token_ids[:rows].tolist())) > rows // 2
+    assert (static.static.words == 12345).all(), "the step under way has its words back"
+
+
+def test_the_first_block_of_each_layer_is_put_back() -> None:
+    spec = spec_of("llama", Dtype.FLOAT32)
+    memory = StageMemory(CpuArena(), decoder_of(spec), spec.whole, spec.dtype)
+    kv = KvCache(memory, 3)
+    halves = [half for layer in range(spec.num_layers) for half in kv.stored(layer)]
+    for number, half in enumerate(halves):
+        half.copy_(torch.arange(half.numel()).view_as(half) + number)
+    before = [half.clone() for half in halves]
+    with kv.first_block_kept():
+        for half in halves:
+            half[:BLOCK_TOKENS] = -1.0
+    assert all(map(torch.equal, halves, before))
+    memory.close()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 35])

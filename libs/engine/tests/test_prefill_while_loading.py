@@ -2,6 +2,8 @@
 tokens are those of a loaded model.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from coming_parts import MAX_TOKENS, PARTS, PROMPTS, I, begin, device_bytes, place
@@ -77,6 +79,34 @@ def test_waiting_for_parts_is_no_work(driver, checkpoint):
     idle = runs.step()
     assert (idle.produced, idle.turn_of, idle.running) == ((), None, 1)
     assert runs.engine.due_s is None
+
+
+def test_a_prompt_alone_that_has_one_graph_waits_for_all_parts(driver, checkpoint, layers_run):
+    """Graphs are of all layers; once they are refused, or another request has come, it runs as its
+    parts come.
+    """
+    model = checkpoint("llama")
+    runs, ran = driver(), layers_run(model)
+    begin(runs, model)
+    stage, asked, comes = runs.engine._stages[I], [], True
+    stage._compute = replace(stage._compute, expect=lambda tokens: (asked.append(tokens), comes)[1])
+    runs.add("a", PROMPTS[0], max_tokens=MAX_TOKENS)
+    assert asked == [len(PROMPTS[0])], "as soon as it is there"
+    place(runs, model, 0, 1, 2)
+    assert not runs.engine.has_work
+    comes = False
+    assert runs.engine.has_work
+    comes = True
+    runs.add("b", PROMPTS[1], max_tokens=MAX_TOKENS)
+    assert runs.engine.has_work, "a batch of two has no graph"
+    runs.engine.abort(RequestId("b"), 1)
+    runs.step()
+    assert ran == []
+    assert not runs.engine.has_work
+    place(runs, model, *range(3, PARTS))
+    outputs = runs.finish()
+    assert ran[:4] == [0, 1, 2, 3]
+    assert outputs["a"] == model.greedy(PROMPTS[0], MAX_TOKENS)
 
 
 def test_another_model_steps_meanwhile(driver, checkpoint, prompts):

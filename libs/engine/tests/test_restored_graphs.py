@@ -11,10 +11,11 @@ import pytest
 import torch
 from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
 
+from pilotlight.engine.cuda.fitting import GraphsRefused
 from pilotlight.engine.cuda.graphs import Kind
-from pilotlight.engine.cuda.restored import GraphsRefused
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.materialized import Trial
 from pilotlight.policy.model import Stage
 
@@ -89,6 +90,126 @@ def test_other_steps_are_captured(rig: RestoredRig) -> None:
     assert rig.capture.asked == [Kind(Stage(0, 2), 2), Kind(WHOLE, 16, True), Kind(WHOLE, 8)]
 
 
+@pytest.fixture
+def prompts() -> Iterator[RestoredRig]:
+    made = RestoredRig((1, 2), prompts=(16, 64))
+    yield made
+    made.end()
+
+
+def test_prompts_come_behind_decode_steps_and_are_proved_as_they_are(prompts: RestoredRig) -> None:
+    plan = prompts.begin()
+    prompts.device.go()
+    settled(prompts)
+    assert prompts.device.built == [1, 2, prompt_size(16), prompt_size(64)]
+    assert prompts.supply(64) is None, "64 requests are no prompt of 64 tokens"
+    assert prompts.supply(64, Stage(0, 2), prompt=True) is None
+    step = prompts.supply(64, prompt=True)
+    assert step is not None
+    assert prompts.device.launched == [prompt_size(64)], "its trial"
+    assert (plan.news.ready, plan.news.proved) == (4, 1)
+    prompts.graph_set.uses = {Kind(WHOLE, 64, prompt=True): 5, Kind(WHOLE, 2): 7}
+    assert plan.uses == {2: 7, prompt_size(64): 5}
+
+
+def test_what_a_request_that_has_come_needs_goes_first(prompts: RestoredRig) -> None:
+    plan = prompts.begin(before=lambda: plan_of(prompts).expect(40))
+    assert prompts.told_before is False, "there may be none yet"
+    prompts.device.go()
+    settled(prompts)
+    assert prompts.device.built == [prompt_size(64), 1, 2, prompt_size(16)]
+    assert plan.expect(33), "its prompt has a graph"
+    assert not plan.expect(100), "that is longer than any"
+    assert not plan.expect(1)
+
+
+def test_no_more_kernels_are_loaded_ahead_once_the_stage_has_its_steps(rig: RestoredRig) -> None:
+    begun, loading = threading.Event(), threading.Event()
+
+    def load(size: int) -> None:
+        rig.device.loaded.append(size)
+        loading.set()
+        assert begun.wait(DEADLINE_S)
+
+    rig.device.load = load
+    rig.device.go()
+    rig.begin(before=lambda: loading.wait(DEADLINE_S))
+    begun.set()
+    settled(rig)
+    assert rig.device.loaded == [1]
+    assert rig.device.built == [1, 2, 4]
+
+
+def test_kernels_that_there_is_no_memory_for_yet_are_loaded_when_their_graph_is_made(
+    rig: RestoredRig,
+) -> None:
+    def load(size: int) -> None:
+        raise OutOfMemory(2, "full")
+
+    rig.device.load = load
+    rig.device.go()
+    plan = rig.begin()
+    settled(rig)
+    assert (rig.device.built, plan.news.refused) == ([1, 2, 4], "")
+
+
+def test_a_kernel_that_the_driver_refuses_ahead_ends_the_process(rig: RestoredRig) -> None:
+    refused = threading.Event()
+
+    def load(size: int) -> None:
+        refused.set()
+        raise NativeError(200, "invalid image")
+
+    rig.device.load = load
+    plan = rig.begin(before=lambda: refused.wait(DEADLINE_S))
+    settled(rig)
+    assert plan.news.refused == "driver"
+    with pytest.raises(RestoreFailed, match="invalid image"):
+        rig.supply(1)
+
+
+def test_a_prompt_is_not_waited_for_once_graphs_are_refused(prompts: RestoredRig) -> None:
+    unreadable(prompts)
+    plan = prompts.begin()
+    settled(prompts)
+    assert not plan.expect(40)
+
+
+def test_a_prompt_that_gives_other_bits_for_its_trial_ends_the_process(
+    prompts: RestoredRig,
+) -> None:
+    wrong = (prompts.layout.prompts[0], Trial(rows=64, digest="0" * 64))
+    prompts.layout = replace(prompts.layout, prompts=wrong)
+    prompts.begin()
+    prompts.device.go()
+    assert prompts.supply(16, prompt=True) is not None
+    with pytest.raises(RestoreFailed, match="prompts of 64 rows gave"):
+        prompts.supply(64, prompt=True)
+
+
+def test_an_archive_may_have_more_than_its_layout_names(prompts: RestoredRig) -> None:
+    prompts.layout = replace(prompts.layout, prompts=())
+    plan = prompts.begin()
+    prompts.device.go()
+    settled(prompts)
+    assert (prompts.device.built, plan.news.refused) == ([1, 2], "")
+    assert prompts.supply(16, prompt=True) is None
+    assert prompts.capture.asked == [Kind(WHOLE, 16, prompt=True)]
+    assert not plan.expect(16)
+
+
+def test_an_address_of_nothing_refuses_what_is_not_made_yet(rig: RestoredRig) -> None:
+    rig.device.nowhere[4] = "at 5"
+    plan = rig.begin()
+    rig.device.go()
+    settled(rig)
+    assert rig.device.built == [1, 2]
+    assert plan.news.refused == "addresses"
+    assert rig.supply(2) is not None
+    assert rig.supply(4) is None
+    assert rig.capture.asked == [Kind(WHOLE, 4)]
+
+
 def unreadable(rig: RestoredRig) -> None:
     def read() -> bytes:
         raise GraphsRefused("graphs_digest", "flipped")
@@ -123,7 +244,10 @@ REFUSALS: dict[str, tuple[Any, str]] = {
     "a smaller pool": (lambda rig: setattr(rig.pool, "mapped_bytes", POOL_BYTES - 1), "pool"),
     "bytes": (unreadable, "graphs_digest"),
     "the archive": (opened_with(NativeError(-1, "cut off")), "archive"),
-    "an address of nothing": (lambda rig: setattr(rig.device, "nowhere", "at 5"), "addresses"),
+    "an address of nothing": (
+        lambda rig: rig.device.nowhere.update({1: "at 5", 2: "at 5"}),
+        "addresses",
+    ),
     "another arena": (opened_with(AddressTaken(-2, "at 5")), "arena_address"),
     "a bug": (opened_with(ZeroDivisionError("oh")), "thread"),
     "sizes": (lambda rig: setattr(rig.device, "tags", (1, 2)), "sizes"),
@@ -213,15 +337,25 @@ def test_closing_waits_for_the_graph_that_is_made_and_makes_no_other(rig: Restor
 
 
 def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) -> None:
-    opened, checked = threading.Event(), threading.Event()
-    rig.open = lambda: (opened.set(), rig.device)[1]
-    rig.device.check = lambda: (checked.set(), 0)[1]
+    all_loaded = threading.Event()
+
+    def load(size: int) -> None:
+        rig.device.loaded.append(size)
+        if len(rig.device.loaded) == 3:
+            all_loaded.set()
+
     rig.device.go()
-    plan = rig.begin(before=lambda: (opened.wait(DEADLINE_S), checked.is_set()))
-    assert rig.told_before == (True, False), "there is memory yet to come that graphs may name"
+    rig.device.load = load
+    plan = rig.begin(before=lambda: (all_loaded.wait(DEADLINE_S), *rig.device.checked))
+    assert rig.told_before == (True,), "there is memory yet to come that graphs may name"
     settled(rig)
-    assert list(plan.took_ms) == ["reserved", "opened", "first", "all"]
-    assert list(plan.took_ms.values()) == sorted(plan.took_ms.values())
+    assert rig.device.loaded == [1, 2, 4], "in the order in which they come"
+    assert rig.device.checked == [1, 2, 4], "each before it is made"
+    took_ms = plan.took_ms
+    assert {"read", "open", "load", "reserved", "begun"} < took_ms.keys()
+    since = [took_ms[step] for step in ("begun", "first", "all")]
+    assert since == sorted(since)
+    assert (took_ms["first_nodes"], took_ms["all_nodes"]) == (2.0, 6.0)
 
 
 def test_a_stage_that_never_has_steps_ends_the_thread(rig: RestoredRig) -> None:

@@ -5,13 +5,13 @@ driver's rules: every kernel comes from its own image, and what is refused says 
 import ctypes
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import c_char_p, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from itertools import count
 
 import pytest
 from fake_cuda import MIB, FakeCuda, fake_cuda
 from graph_archives import ImageMaker, form_notes
+from graph_driver import Driver
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs, prune_image
@@ -19,88 +19,8 @@ from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.native.proving import dump_proved, refused_kernels
 
 ADDRESS, ARENA_BYTES = 0x6100_0000_0000, 64 * MIB
-CLUSTER, SHARED = 4, 8
 POINTER_AND_WORD = struct.Struct("<QQ")
 _names = count()
-
-
-class NodeParams(ctypes.Structure):
-    _fields_ = [
-        ("func", c_void_p),
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("params", c_void_p),
-        ("extra", c_void_p),
-        ("kernel", c_void_p),
-        ("context", c_void_p),
-    ]
-
-
-@dataclass
-class Driver:
-    """The fake, as one who captures graphs calls it."""
-
-    fake: ctypes.CDLL
-
-    def done(self, name: str, *arguments: object) -> None:
-        assert getattr(self.fake, name)(*arguments) == 0, name
-
-    def load(self, image: bytes, name: str) -> int:
-        """A function, as its library has it."""
-        module, function = c_void_p(), c_void_p()
-        self.done("cuModuleLoadData", ctypes.byref(module), c_char_p(image))
-        self.done("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-        return function.value or 0
-
-    def allow_shared(self, function: int, num_bytes: int) -> None:
-        self.done("cuFuncSetAttribute", c_void_p(function), SHARED, num_bytes)
-
-    def graph(self) -> int:
-        made = c_void_p()
-        self.done("cuGraphCreate", ctypes.byref(made), 0)
-        return made.value or 0
-
-    def kernel(
-        self,
-        graph: int,
-        function: int,
-        params: bytes,
-        *,
-        threads: int = 128,
-        grid: tuple[int, int, int] = (4, 1, 1),
-        before: Sequence[int] = (),
-        packed: bool = False,
-        shared: int = 0,
-        edge: bytes = b"",
-    ) -> int:
-        """Adds a kernel's node; its parameters have eight bytes each."""
-        held = ctypes.create_string_buffer(params, len(params))
-        place, size = ctypes.addressof(held), ctypes.c_size_t(len(params))
-        each = (c_void_p * (len(params) // 8))(*range(place, place + len(params), 8))
-        whole = (c_void_p * 5)(1, place, 2, ctypes.addressof(size), None)
-        given = NodeParams(function, grid, (threads, 1, 1), shared)
-        given.params = None if packed else ctypes.addressof(each)
-        given.extra = ctypes.addressof(whole) if packed else None
-        made, nodes = c_void_p(), (c_void_p * max(1, len(before)))(*before)
-        number = ctypes.c_size_t(len(before))
-        if edge:
-            any_node = struct.pack("<4i", 0, 0, 0, 0) + bytes(given)
-            arguments = nodes, c_char_p(edge * len(before)), number, c_char_p(any_node)
-            self.done("cuGraphAddNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
-        else:
-            arguments = nodes, number, ctypes.byref(given)
-            self.done("cuGraphAddKernelNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
-        return made.value or 0
-
-    def cluster(self, node: int, size: int) -> None:
-        value = struct.pack("<3I", size, 1, 1).ljust(64, b"\0")
-        self.done("cuGraphKernelNodeSetAttribute", c_void_p(node), CLUSTER, c_char_p(value))
-
-    def replay(self, graph: int) -> None:
-        made = c_void_p()
-        self.done("cuGraphInstantiateWithFlags", ctypes.byref(made), c_void_p(graph), c_uint64(0))
-        self.done("cuGraphLaunch", made, None)
 
 
 @dataclass
@@ -192,6 +112,42 @@ def test_each_of_the_kernels_of_one_name_comes_from_its_own_image(rig: Rig) -> N
         rig.fill()
         launch(8)
         assert rig.found == expected
+    archive.close()
+
+
+def test_a_graphs_kernels_are_loaded_before_it_is_made_and_no_others(rig: Rig) -> None:
+    one, *_ = some_of_one_name(rig, {b"one": 128, b"both": 64})
+    other, *_ = some_of_one_name(rig, {b"other": 128})
+    archive = rig.archive(rig.dump(_8=one, _16=other).archive)
+    fake = fake_cuda()
+
+    def asked() -> tuple[int, int]:
+        return fake.calls("cuModuleLoadData"), fake.calls("cuGraphCreate")
+
+    modules, graphs = asked()
+    archive.load(8)
+    assert asked() == (modules + 2, graphs)
+    assert archive.spent_ms["images"] > 0.0
+    assert archive.spent_ms["nodes"] == archive.spent_ms["upload"] == 0.0
+    archive.build(8)
+    assert asked() == (modules + 2, graphs + 1)
+    archive.build(16)
+    assert asked() == (modules + 3, graphs + 2)
+    assert all(ms > 0.0 for ms in archive.spent_ms.values())
+    with pytest.raises(NativeError, match="no graph 9"):
+        archive.load(9)
+    archive.close()
+
+
+def test_addresses_of_one_graph_are_looked_at_alone(rig: Rig) -> None:
+    one, *_ = some_of_one_name(rig, {b"one": 128})
+    other, *_ = some_of_one_name(rig, {b"first": 128, b"second": 128})
+    archive = rig.archive(rig.dump(_8=one, _16=other).archive)
+    slot, known = (ADDRESS, ADDRESS + ARENA_BYTES // 2), [(place(0), place(0) + 8)]
+    assert archive.check_addresses(known, *slot, 8) == 0
+    for tag in (16, None):
+        with pytest.raises(Nowhere, match="of graph 16"):
+            archive.check_addresses(known, *slot, tag)
     archive.close()
 
 

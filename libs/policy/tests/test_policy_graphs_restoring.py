@@ -14,7 +14,9 @@ from pilotlight.policy.graphs.restoring import (
     ask,
     began,
     ended,
+    expect,
     next_graph,
+    prompt_size,
     size_of,
     used,
 )
@@ -54,6 +56,26 @@ def test_a_size_that_is_asked_for_goes_before_all_that_nobody_waits_for() -> Non
     assert (run, next_graph(one)) == (Run.WAIT, None), "one at a time"
     one = ended(one, 1, restored=True)
     assert all_of(one) == [16, 8, 2, 4]
+
+
+def test_what_requests_will_need_comes_behind_what_steps_wait_for() -> None:
+    sizes = (*SIZES, prompt_size(16), prompt_size(64))
+    one = Restoring(sizes=sizes, uses={16: 99})
+    for size in (prompt_size(64), 1, prompt_size(64), 3, prompt_size(512)):
+        one = expect(one, size)
+    assert one.expected == (prompt_size(64), 1), "each once, if there is one"
+    _, one = ask(one, 8, kernels_loaded=False)
+    assert all_of(one) == [8, prompt_size(64), 1, 16, 2, 4, prompt_size(16)]
+    done = ended(began(one, 1), 1, restored=True)
+    assert expect(replace(done, expected=()), 1).expected == (), "what is ready is not expected"
+
+
+def test_a_step_of_many_rows_is_no_prompt() -> None:
+    one = Restoring(sizes=(1, 2, prompt_size(16), prompt_size(64)))
+    assert size_of(one, 3) is None
+    assert size_of(one, prompt_size(1)) == prompt_size(16)
+    assert size_of(one, prompt_size(17)) == prompt_size(64)
+    assert size_of(one, prompt_size(65)) is None
 
 
 def test_what_is_ready_is_replayed_and_what_is_refused_or_unknown_runs_eagerly() -> None:

@@ -107,6 +107,7 @@ def test_a_layout_of_graphs_names_the_first_place_that_is_elsewhere() -> None:
         GraphPlace(name=name, address=address) for name, address in (("hidden", 16), ("words", 32))
     )
     layout = GraphLayout(slot=3, places=places, pool_bytes=1, trials=())
+    assert layout.digests == {}
     assert layout.differs(3, {"words": 32, "hidden": 16}) is None
     assert layout.differs(4, {"words": 32, "hidden": 16}) == "slot"
     assert layout.differs(3, {"words": 33, "hidden": 17}) == "hidden"

@@ -52,7 +52,8 @@ LAYOUT = GraphLayout(
     slot=3,
     places=(GraphPlace(name="logits", address=1),),
     pool_bytes=1 << 20,
-    trials=(Trial(rows=1, digest="a"), Trial(rows=2, digest="b")),
+    trials=(Trial(rows=1, digest="a"),),
+    prompts=(Trial(rows=16, digest="b"),),
 )
 
 

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,14 +20,16 @@ from restored_rig import DEADLINE_S, RestoredRig
 
 from pilotlight.common.errors import RestoreFailed
 from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
-from pilotlight.common.messages.codec import encode_json
+from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
-from pilotlight.engine.cuda.restored import GraphsRefused, RestoredGraphs, RestoreNews
+from pilotlight.engine.cuda.fitting import GraphsRefused
+from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
 from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Model
@@ -54,6 +56,26 @@ BLOB = blob_of(ARCHIVE)
 
 def with_graphs(model: Model, blob: Blob = BLOB) -> Artifact:
     return an_artifact(model, blobs=(blob,), graphs=LAYOUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutBefore:
+    """As releases without graphs of prompts know it."""
+
+    slot: int
+    places: tuple[GraphPlace, ...]
+    pool_bytes: int
+    trials: tuple[Trial, ...]
+
+
+def test_releases_with_and_without_graphs_of_prompts_read_each_others_layouts() -> None:
+    """Of such an archive the one without says that it has other sizes than were recorded."""
+    digest = "b" * 64
+    now = replace(LAYOUT, prompts=(Trial(rows=16, digest=digest),), prompts_refused="varies")
+    before = decode_json(encode_json(now), LayoutBefore)
+    assert before.trials == LAYOUT.trials
+    assert decode_json(encode_json(before), GraphLayout) == LAYOUT
+    assert now.digests == {1: "a", prompt_size(16): digest}
 
 
 def test_a_file_has_no_name_is_read_by_the_child_and_never_changed() -> None:

@@ -20,7 +20,7 @@ from pilotlight.engine.models.encoder import Encoder
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
-    from pilotlight.engine.cuda.graphs import DecodeSteps, GraphSet, GraphSupplier
+    from pilotlight.engine.cuda.graphs import GraphSet, GraphSupplier, StageSteps
 
 Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
 """Samples one token from each row of logits; see ``device.sampler.sample``."""
@@ -40,6 +40,10 @@ Launcher = Callable[[Tensor, Sequence[SampleSpec]], PendingTokens]
 
 def _nothing() -> None:
     pass
+
+
+def _in_pieces(tokens: int) -> bool:
+    return False
 
 
 def _directly(run: Callable[[], Tensor]) -> Tensor:
@@ -64,6 +68,8 @@ class Compute:
     sample: Sampler
     launch: Launcher | None = None
     """None where the host does the work itself: there is nothing to run ahead of."""
+    expect: Callable[[int], bool] = _in_pieces
+    """See ``GraphSupplier.expect``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""
 
@@ -80,7 +86,7 @@ class GraphPlan(Protocol):
         """
         ...
 
-    def begin(self, steps: "DecodeSteps", graphs: "GraphSet") -> None:
+    def begin(self, steps: "StageSteps", graphs: "GraphSet") -> None:
         """The stage has its steps; called once."""
         ...
 
@@ -131,4 +137,4 @@ def compute_on(
         graphs.close()
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
-    return Compute(runner, sampler, sampler.launch, graphs.close)
+    return Compute(runner, sampler, sampler.launch, supplier.expect, graphs.close)

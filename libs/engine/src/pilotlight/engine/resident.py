@@ -190,7 +190,7 @@ class ResidentStage:
             self.memory.close()
 
     def check(self, request: Request) -> None:
-        """Refuses a request that this stage cannot serve.
+        """Refuses a request that this stage cannot serve, and expects any other.
 
         Raises:
             UnknownInstance: the stage is not a whole model, which it must be to score a prompt.
@@ -203,6 +203,7 @@ class ResidentStage:
         if (request.scores or request.pooled) is not None and self.pipeline is not None:
             raise UnknownInstance("prompts are read by whole models; this stage leads a pipeline")
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
+        self._compute.expect(len(request.token_ids))
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:
         """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see
@@ -286,13 +287,18 @@ class ResidentStage:
     @property
     def reach(self) -> int:
         """Its layers before this one can run; a model's last runs with the head, and waits for it,
-        too.
+        too. A prompt alone that has one graph waits for all.
         """
         layers = () if self.complete else range(self.stage.start, self.stage.stop)
         parts = ((layer, self.spec.parts_of(Stage(layer, layer + 1))) for layer in layers)
         waiting = (
             layer for layer, need in parts if any(one not in self.parameters for one in need)
         )
+        requests = self.scheduler.requests
+        if layers and self._under_way is None and len(requests) == 1:
+            (request,) = requests
+            if self._compute.expect(len(request.token_ids)):
+                return self.stage.start
         return next(waiting, self.stage.stop)
 
     def _going(self) -> UnderWay | None:

@@ -12,6 +12,9 @@ from pathlib import Path
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.library import NativeError, library, out
 
+PARTS = ("images", "nodes", "instantiate", "upload")
+"""Of restoring a graph."""
+
 _recording = False
 """Images of kernels are kept."""
 
@@ -201,7 +204,24 @@ class GraphArchive:
         """Of all graphs in it."""
         return tuple(self._numbers)
 
-    def check_addresses(self, known: Sequence[tuple[int, int]], first: int, stop: int) -> int:
+    @property
+    def spent_ms(self) -> dict[str, float]:
+        """What restoring took so far, by ``PARTS``, in milliseconds."""
+        parts = (c_uint64 * len(PARTS))()
+        self._library.get("archive_spent", self._pointer, parts)
+        return {name: ns / 1e6 for name, ns in zip(PARTS, parts, strict=True)}
+
+    def load(self, tag: int) -> None:
+        """Loads the images that a graph needs; no memory of the arena is needed yet.
+
+        Raises:
+            NativeError: the driver refuses one. The process cannot be trusted with it any more.
+        """
+        self._library.call("archive_load", self._pointer, self._number(tag))
+
+    def check_addresses(
+        self, known: Sequence[tuple[int, int]], first: int, stop: int, tag: int | None = None
+    ) -> int:
         """Looks at every word of parameters in [first, stop) that is an address; asks nothing of
         the driver.
 
@@ -209,6 +229,7 @@ class GraphArchive:
             known: where something lies, [start, stop) in order; none touches the next.
             first: addresses of what the graphs may use.
             stop: their end.
+            tag: of the graph that is looked at; None: all.
 
         Returns:
             How many words are addresses of the arena outside of [first, stop). Some kernels have
@@ -221,8 +242,11 @@ class GraphArchive:
         bounds = [bound for each in known for bound in each]
         pointer, elsewhere = out(c_uint64)
         places = (c_uint64 * len(bounds))(*bounds)
+        number = 0 if tag is None else self._number(tag)
+        until = len(self._numbers) if tag is None else number + 1
+        graphs = self._pointer, number, until
         self._library.call(
-            "archive_check_addresses", self._pointer, places, len(known), first, stop, pointer
+            "archive_check_addresses", *graphs, places, len(known), first, stop, pointer
         )
         return elsewhere()
 

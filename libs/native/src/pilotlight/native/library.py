@@ -85,7 +85,12 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_tag": (c_uint64, (c_void_p, c_uint32)),
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
-    "archive_check_addresses": (c_int, (c_void_p, _U64, c_uint64, c_uint64, c_uint64, _U64)),
+    "archive_load": (c_int, (c_void_p, c_uint32)),
+    "archive_spent": (None, (c_void_p, _U64)),
+    "archive_check_addresses": (
+        c_int,
+        (c_void_p, c_uint32, c_uint32, _U64, c_uint64, c_uint64, c_uint64, _U64),
+    ),
     "archive_walk": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_prove": (c_int, (c_void_p, c_char_p, c_uint64, POINTER(c_void_p))),
     "archive_close": (None, (c_void_p,)),

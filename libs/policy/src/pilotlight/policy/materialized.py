@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.model import Dtype, Model
 
@@ -193,7 +194,7 @@ class GraphPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphLayout:
-    """Where captured decode steps expect everything, and what each of them gave.
+    """Where captured steps expect everything, and what each of them gave.
 
     The graphs themselves are the blob of kind ``GRAPHS``.
     """
@@ -205,7 +206,17 @@ class GraphLayout:
     pool_bytes: int
     """Of the slot's graph pool, from its beginning: all that a step writes in passing."""
     trials: tuple[Trial, ...]
-    """One for each graph, rows rising."""
+    """One for each decode step's graph, rows rising."""
+    prompts: tuple[Trial, ...] = ()
+    """The same of one prompt alone."""
+    prompts_refused: str = ""
+    """Why prompts are missing, by name."""
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """What each graph gave, by what the archive knows it by."""
+        prompts = {prompt_size(trial.rows): trial.digest for trial in self.prompts}
+        return {trial.rows: trial.digest for trial in self.trials} | prompts
 
     @property
     def addresses(self) -> dict[str, int]:

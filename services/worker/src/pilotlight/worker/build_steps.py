@@ -288,7 +288,7 @@ async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
                 f"a second process gave {output}, and {list(canary.output_ids)} was recorded"
             )
         if artifact.graphs is not None:
-            said, wanted = session.graphs, len(artifact.graphs.trials)
+            said, wanted = session.graphs, len(artifact.graphs.digests)
             if said is None or said.proved != wanted:
                 field = said.refused if said is not None else ""
                 raise LeftOut(GRAPHS, field or "unproved", f"{said}, and {wanted} were recorded")

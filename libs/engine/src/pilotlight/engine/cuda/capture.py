@@ -81,6 +81,10 @@ class CaptureOnSecondUse:
         self._eager_only.add(kind)
         return None
 
+    def expect(self, tokens: int) -> bool:
+        """See ``GraphSupplier.expect``: nothing is captured before it runs."""
+        return False
+
     def close(self) -> None:
         """See ``GraphSupplier.close``: graphs hold their memory themselves."""
 

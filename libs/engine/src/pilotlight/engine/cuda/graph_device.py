@@ -1,5 +1,6 @@
 """Graphs of an archive, on a device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,21 +16,35 @@ class GraphDevice(Protocol):
 
     @property
     def tags(self) -> tuple[int, ...]:
-        """Rows of all that it has."""
+        """Sizes of all that it has (``StageSteps``)."""
         ...
 
-    def check(self) -> int:
-        """Looks at every address, once the stage has all of its memory; asks nothing of the driver.
+    @property
+    def spent_ms(self) -> Mapping[str, float]:
+        """What making graphs took so far, by ``native.graphs.PARTS``."""
+        ...
+
+    def load(self, size: int) -> None:
+        """Loads the kernels of one, for which the stage needs no memory yet.
+
+        Raises:
+            NativeError: the driver refuses one.
+        """
+        ...
+
+    def check(self, size: int) -> int:
+        """Looks at every address of one, once the stage has all of its memory; asks nothing of the
+        driver.
 
         Returns:
             Words of parameters that are addresses of other slots, or of eager work.
 
         Raises:
-            Nowhere: a graph has an address in the stage's slot where nothing is.
+            Nowhere: it has an address in the stage's slot where nothing is.
         """
         ...
 
-    def build(self, rows: int) -> None:
+    def build(self, size: int) -> None:
         """Makes one ready to be launched.
 
         Raises:
@@ -37,7 +52,7 @@ class GraphDevice(Protocol):
         """
         ...
 
-    def launch(self, rows: int) -> None:
+    def launch(self, size: int) -> None:
         """Runs one that is ready, behind what this thread asked of the device before."""
         ...
 
@@ -62,25 +77,36 @@ class ArchiveOnDevice:
         self._memory = memory
         self._archive = GraphArchive(arena.native, archive, arena.native_arena)
         self._uploads = torch.cuda.Stream(arena.device)
+        self._known: list[tuple[int, int]] = []
 
     @property
     def tags(self) -> tuple[int, ...]:
         """See ``GraphDevice``."""
         return self._archive.tags
 
-    def check(self) -> int:
+    @property
+    def spent_ms(self) -> dict[str, float]:
         """See ``GraphDevice``."""
-        known = known_addresses(self._memory)
-        return self._archive.check_addresses(known, *_slot_of(self._memory))
+        return self._archive.spent_ms
 
-    def build(self, rows: int) -> None:
+    def load(self, size: int) -> None:
         """See ``GraphDevice``."""
-        self._archive.build(rows, self._uploads.cuda_stream)
+        self._archive.load(size)
+
+    def check(self, size: int) -> int:
+        """See ``GraphDevice``."""
+        # What has memory when the first one is made keeps it for as long as there are any.
+        self._known = self._known or known_addresses(self._memory)
+        return self._archive.check_addresses(self._known, *_slot_of(self._memory), size)
+
+    def build(self, size: int) -> None:
+        """See ``GraphDevice``."""
+        self._archive.build(size, self._uploads.cuda_stream)
         self._uploads.synchronize()
 
-    def launch(self, rows: int) -> None:
+    def launch(self, size: int) -> None:
         """See ``GraphDevice``."""
-        self._archive.launch(rows, torch.cuda.current_stream(self._device).cuda_stream)
+        self._archive.launch(size, torch.cuda.current_stream(self._device).cuda_stream)
 
     def close(self) -> None:
         """See ``GraphDevice``."""
@@ -93,11 +119,11 @@ class RestoredGraph:
     """A ``Replayable``."""
 
     device: GraphDevice
-    rows: int
+    size: int
 
     def replay(self) -> None:
         """See ``Replayable``."""
-        self.device.launch(self.rows)
+        self.device.launch(self.size)
 
     def reset(self) -> None:
         """All graphs of an archive go together."""

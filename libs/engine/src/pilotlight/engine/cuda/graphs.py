@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.model import Stage
 
 SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -44,6 +45,11 @@ class Kind:
     """Padding included."""
     prompt: bool = False
     """The rows are one prompt's; otherwise each is the next token of a request."""
+
+    @property
+    def size(self) -> int:
+        """What graphs of the same layers are known by."""
+        return prompt_size(self.rows) if self.prompt else self.rows
 
 
 class Replayable(Protocol):
@@ -86,13 +92,26 @@ class GraphSupplier(Protocol):
         """
         ...
 
+    def expect(self, tokens: int) -> bool:
+        """A request has come whose prompt has so many tokens: its steps come next. Asked again of
+        the same one, nothing changes.
+
+        Returns:
+            Its prompt has a graph, of all layers: it is faster to run it when all parts are there
+            than piece by piece, as they come.
+        """
+        ...
+
     def close(self) -> None:
         """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
         ...
 
 
-class DecodeSteps(Protocol):
-    """A stage's captured decode steps. ``cuda.runner.CudaRangeRunner`` has them."""
+class StageSteps(Protocol):
+    """A stage's captured steps. ``cuda.runner.CudaRangeRunner`` has them.
+
+    A size is rows of a decode step, or ``prompt_size`` of those of one prompt alone.
+    """
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -104,20 +123,20 @@ class DecodeSteps(Protocol):
         """They are the steps of a whole model of which trials can be run (``cuda.trials``)."""
         ...
 
-    def trial_inputs(self, rows: int) -> AbstractContextManager[None]:
-        """Within it, a trial is what a step of so many rows runs."""
+    def trial_inputs(self, size: int) -> AbstractContextManager[None]:
+        """Within it, a trial is what a step of a size runs."""
         ...
 
-    def trial(self, rows: int) -> Tensor:
+    def trial(self, size: int) -> Tensor:
         """Runs a trial as any other step; its logits, valid until the next run."""
         ...
 
-    def kind_of(self, rows: int) -> Kind:
-        """The whole model's decode step of a size."""
+    def kind_of(self, size: int) -> Kind:
+        """The whole model's step of a size."""
         ...
 
-    def logits(self, rows: int) -> Tensor:
-        """Where captured steps of so many rows leave theirs."""
+    def logits(self, size: int) -> Tensor:
+        """Where captured steps of a size leave theirs."""
         ...
 
 

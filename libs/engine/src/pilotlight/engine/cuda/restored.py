@@ -1,20 +1,22 @@
-"""Decode graphs that another process captured, made again in this one (design 8: lazy restore).
+"""Graphs that another process captured, made again in this one (design 8: lazy restore).
 
 One thread makes them, one after the other, in the order of ``policy.graphs.restoring``: a size that
-a step waits for goes first. Before a graph's first use its trial must give what was recorded.
+a step waits for goes first, then what a request that has come will need. Before a graph's first use
+its trial must give what was recorded. On the way of the first one is what that one needs alone: its
+kernels are loaded while the stage gets its memory, and its own addresses are looked at.
 
 ::
 
-    supplier ──> read the archive ─┬─> make graph after graph ──> all ready
-    begin ─────> look at places ───┘          │
-                   │          │               └─ the driver refuses, or a trial differs: ``RestoreFailed``, the process ends
+    supplier ──> read the archive, load kernels ─┬─> make graph after graph ──> all ready
+    begin ─────> look at places ─────────────────┘          │
+                   │          │                             └─ the driver refuses, or a trial differs: ``RestoreFailed``, the process ends
                    └─ misfit ─┴─> refused by name: graphs are captured as they are used
 """
 
-import re
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -22,22 +24,25 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
+from pilotlight.engine.cuda.fitting import GraphsRefused, check_layout, named, reserve
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph
-from pilotlight.engine.cuda.graphs import (
-    SIZES,
-    DecodeSteps,
-    GraphSet,
-    GraphStep,
-    GraphSupplier,
-    Kind,
-)
+from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
+from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
-from pilotlight.engine.faults import out_of_memory
 from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
-from pilotlight.policy.graphs.restoring import Restoring, Run, ask, began, ended, next_graph
+from pilotlight.policy.graphs.restoring import (
+    Restoring,
+    Run,
+    ask,
+    began,
+    ended,
+    expect,
+    next_graph,
+    prompt_size,
+)
 from pilotlight.policy.materialized import GraphLayout
 
 log = structlog.get_logger()
@@ -47,22 +52,8 @@ WAIT_S = 2.0
 """A step waits no longer for its graph: then it runs eagerly, and the next one asks again."""
 CLOSE_S = 10.0
 """For the graph that is being made when the stage goes."""
-DIGEST = re.compile(r"[0-9a-f]{64}")
-"""Of a trial's logits."""
 POISON = 0xFF
 """No number in any dtype, and no address."""
-SEGMENT_BYTES, LEAST_BYTES = 2 << 20, 20 << 20
-"""torch takes segments in multiples of the one; what is as long as the other has its own."""
-
-
-class GraphsRefused(Exception):
-    """Graphs are not restored; ``field`` says what is wrong with them. Nothing was asked of the
-    driver.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +69,8 @@ class RestoreNews:
 
 
 class RestoredGraphs:
-    """A ``GraphPlan``, and the stage's ``GraphSupplier``: of the whole model's decode steps. All
-    others are captured.
+    """A ``GraphPlan``, and the stage's ``GraphSupplier``: of the whole model's decode steps, and of
+    those of one prompt alone. All others are captured.
     """
 
     def __init__(
@@ -104,7 +95,7 @@ class RestoredGraphs:
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
-        self._recorded = {trial.rows: trial.digest for trial in recorded.trials}
+        self._recorded = recorded.digests
         self._layout = recorded
         self._read = read
         self._open = open_archive
@@ -124,7 +115,7 @@ class RestoredGraphs:
         self._thread: threading.Thread | None = None
         self._memory: StageMemory | None = None
         self._scratch: Scratch | None = None
-        self._steps: DecodeSteps | None = None
+        self._steps: StageSteps | None = None
         self._fallback: GraphSupplier | None = None
         self._rest: Tensor | None = None
         """Of the graph pool, so that torch gives it to nothing else."""
@@ -143,7 +134,10 @@ class RestoredGraphs:
 
     @property
     def took_ms(self) -> Mapping[str, float]:
-        """Milliseconds since the stage had its steps, until each of what there was to do."""
+        """Milliseconds: of reading and opening the archive and of loading the first kernels, which
+        is done before the stage has its steps, or while; then, since it had them, until
+        ``reserved``, ``begun``, ``first`` and ``all``; of the first graph, and of all, by part.
+        """
         return dict(self._took_ms)
 
     @property
@@ -151,8 +145,8 @@ class RestoredGraphs:
         """How often steps of each recorded size ran."""
         if self._graphs is None or self._steps is None:
             return {}
-        ran = {rows: self._graphs.uses.get(self._steps.kind_of(rows)) for rows in self._recorded}
-        return {rows: uses for rows, uses in ran.items() if uses}
+        ran = {size: self._graphs.uses.get(self._steps.kind_of(size)) for size in self._recorded}
+        return {size: uses for size, uses in ran.items() if uses}
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "RestoredGraphs":
         """See ``GraphPlan``: the archive is read from now on."""
@@ -162,18 +156,20 @@ class RestoredGraphs:
         self._thread.start()
         return self
 
-    def begin(self, steps: DecodeSteps, graphs: GraphSet) -> None:
+    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``: from now on graphs are made."""
         self._steps, self._graphs, self._begun_s = steps, graphs, self._now_s()
+        assert self._memory is not None
+        assert self._scratch is not None
         try:
-            self._check(steps)
-            self._reserve(steps)
+            check_layout(self._layout, self._memory, steps)
+            self._rest = reserve(self._layout, self._memory, self._scratch, steps)
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
         self._took("reserved")
         with self._changed:
-            self._running = self._refused is None
+            self._running = self._refused is None and self._broken is None
             self._changed.notify_all()
 
     def supply(
@@ -185,19 +181,28 @@ class RestoredGraphs:
             RestoreFailed: the driver refused a graph, or this one does not give what was recorded.
         """
         assert self._fallback is not None
+        size = kind.size
         wanted = (
-            kind.rows in self._recorded
-            and self._steps is not None
-            and kind == self._steps.kind_of(kind.rows)
+            size in self._recorded and self._steps is not None and kind == self._steps.kind_of(size)
         )
-        run = self._settle(kind.rows) if wanted else Run.EAGER
+        run = self._settle(size) if wanted else Run.EAGER
         if run is Run.EAGER:
             return self._fallback.supply(kind, step, output)
         if run is not Run.REPLAY:
             return None
-        self._prove(kind.rows)
+        self._prove(size)
         assert self._device is not None
-        return GraphStep(RestoredGraph(self._device, kind.rows), output())
+        return GraphStep(RestoredGraph(self._device, size), output())
+
+    def expect(self, tokens: int) -> bool:
+        """See ``GraphSupplier``: its prompt comes next, then a decode step of one row."""
+        rows = length_for(tokens)
+        sizes = (1,) if rows is None else (prompt_size(rows), 1)
+        with self._changed:
+            for size in sizes:
+                self._order = expect(self._order, size)
+            comes = self._running or sizes[0] in self._order.ready
+            return comes and len(sizes) > 1 and sizes[0] in self._recorded
 
     def prove(self) -> None:
         """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
@@ -208,9 +213,9 @@ class RestoredGraphs:
         """
         if self._steps is None or self._memory is None or self._refused is not None:
             return
-        for rows in self._recorded:
+        for size in self._recorded:
             self._memory.graph_pool_bytes(self._layout.pool_bytes).fill_(POISON)
-            self._steps.trial(rows)
+            self._steps.trial(size)
 
     def close(self) -> None:
         """See ``GraphSupplier``."""
@@ -230,81 +235,33 @@ class RestoredGraphs:
         if self._fallback is not None:
             self._fallback.close()
 
-    def _check(self, steps: DecodeSteps) -> None:
-        assert self._memory is not None
-        if not steps.has_trials:
-            raise GraphsRefused("steps", "the stage has no steps that graphs are restored for")
-        rows = [trial.rows for trial in self._layout.trials]
-        digests = all(DIGEST.fullmatch(trial.digest) for trial in self._layout.trials)
-        if not rows or rows != sorted({*rows} & {*SIZES}) or not digests:
-            raise GraphsRefused("trials", f"trials of {rows} rows are none that could be recorded")
-        most_bytes = self._memory.arena.pool_bytes
-        if not 0 < self._layout.pool_bytes <= most_bytes:
-            raise GraphsRefused(
-                "pool", f"a graph pool has 1 to {most_bytes} bytes, not {self._layout.pool_bytes}"
-            )
-        places = places_of(steps)
-        slot = self._memory.slot_number
-        field = self._layout.differs(slot, places)
-        if field is not None:
-            recorded = {**self._layout.addresses, "slot": self._layout.slot}
-            here = {**places, "slot": slot}
-            # A name that nobody knows would be whatever the manifest says.
-            raise GraphsRefused(
-                field if field in here else "places",
-                f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded",
-            )
-
-    def _reserve(self, steps: DecodeSteps) -> None:
-        """Has memory behind all of the graph pool that the graphs know."""
-        assert self._memory is not None
-        assert self._scratch is not None
-        pool, logits = self._scratch.graphs, steps.logits(SIZES[-1])
-        first = self._memory.graph_pool_bytes(1).data_ptr()
-        held = (logits.data_ptr() + logits.nbytes - first) // SEGMENT_BYTES * SEGMENT_BYTES
-        left = self._layout.pool_bytes - held
-        try:
-            if left > 0:
-                with pool.use():
-                    self._rest = torch.empty(
-                        max(left, LEAST_BYTES), dtype=torch.uint8, device=logits.device
-                    )
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise GraphsRefused("pool", f"the device has no memory for graphs: {error}") from error
-        if pool.mapped_bytes < self._layout.pool_bytes:
-            raise GraphsRefused(
-                "pool",
-                f"the graph pool has {pool.mapped_bytes} bytes, and the graphs use {self._layout.pool_bytes}",
-            )
-
-    def _settle(self, rows: int) -> Run:
-        """How a step of so many rows runs, after waiting for its graph if that is on its way."""
+    def _settle(self, size: int) -> Run:
+        """How a step of a size runs, after waiting for its graph if that is on its way."""
         with self._changed:
-            run, self._order = ask(self._order, rows, kernels_loaded=False)
+            run, self._order = ask(self._order, size, kernels_loaded=False)
             if run is Run.WAIT and self._running:
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_settled(rows), self._wait_s)
-                run, self._order = ask(self._order, rows, kernels_loaded=False)
+                self._changed.wait_for(lambda: self._is_settled(size), self._wait_s)
+                run, self._order = ask(self._order, size, kernels_loaded=False)
             if self._broken is not None:
                 raise RestoreFailed(f"the device refuses restored graphs: {self._broken}")
             return Run.EAGER if run is Run.WAIT and not self._running else run
 
-    def _is_settled(self, rows: int) -> bool:
+    def _is_settled(self, size: int) -> bool:
         order = self._order
-        return not self._running or rows in order.ready or rows in order.refused
+        return not self._running or size in order.ready or size in order.refused
 
-    def _prove(self, rows: int) -> None:
+    def _prove(self, size: int) -> None:
         assert self._device is not None
         assert self._steps is not None
-        with self._steps.trial_inputs(rows):
-            self._device.launch(rows)
-            found = digest_of(self._steps.logits(rows))
-        recorded = self._recorded[rows]
+        with self._steps.trial_inputs(size):
+            self._device.launch(size)
+            found = digest_of(self._steps.logits(size))
+        recorded = self._recorded[size]
         if found != recorded:
             raise RestoreFailed(
-                f"the graph of {rows} rows gave {found[:16]} for its trial, and {recorded[:16]} was recorded"
+                f"the graph of {named(self._steps.kind_of(size))} gave {found[:16]} for its trial, "
+                f"and {recorded[:16]} was recorded"
             )
         with self._changed:
             self._proved += 1
@@ -322,21 +279,26 @@ class RestoredGraphs:
     def _restore(self) -> None:
         """The thread."""
         try:
-            self._device = device = self._opened(self._read())
+            device = self._prepared()
+            before, elsewhere = device.spent_ms, 0
             with self._changed:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
-            device.check()
-            self._took("opened")
-            while (rows := self._next()) is not None:
-                self._ended(rows, self._built(device, rows))
+            self._took("begun")
+            while (size := self._next()) is not None:
+                elsewhere += device.check(size)
+                self._ended(size, self._built(device, size))
                 if "first" not in self._took_ms:
                     self._took("first")
+                    self._spent("first", device, before)
                     # What proves larger graphs is loaded now, not at its first use in a step.
                     digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
             self._took("all")
-            log.info("graphs restored", action="graphs_restored", **self._took_ms)
+            self._spent("all", device, {})
+            log.info(
+                "graphs restored", action="graphs_restored", elsewhere=elsewhere, **self._took_ms
+            )
         except GraphsRefused as refused:
             self._refuse(refused)
         except Nowhere as error:
@@ -350,8 +312,42 @@ class RestoredGraphs:
             self._refuse(GraphsRefused("thread", f"{type(error).__name__}: {error}"))
             raise
 
+    def _prepared(self) -> GraphDevice:
+        """The archive, with the kernels of as many graphs as there is time for, in the order in
+        which graphs come.
+        """
+        at_s = self._now_s()
+        archive = self._read()
+        at_s = self._lasted("read", at_s)
+        self._device = device = self._opened(archive)
+        at_s = self._lasted("open", at_s)
+        loaded: set[int] = set()
+        while (size := self._next_to_load(loaded)) is not None:
+            with suppress(OutOfMemory):
+                # Then there may be some when it is made.
+                device.load(size)
+            loaded.add(size)
+        self._lasted("load", at_s)
+        return device
+
+    def _next_to_load(self, loaded: Set[int]) -> int | None:
+        """The graph whose kernels are loaded next, while there are no steps yet."""
+        with self._changed:
+            if self._running or self._closing or self._refused:
+                return None
+            return next_graph(replace(self._order, ready=frozenset(loaded)))
+
     def _took(self, step: str) -> None:
         self._took_ms[step] = round((self._now_s() - self._begun_s) * 1e3, 1)
+
+    def _lasted(self, part: str, since_s: float) -> float:
+        now_s = self._now_s()
+        self._took_ms[part] = round((now_s - since_s) * 1e3, 1)
+        return now_s
+
+    def _spent(self, step: str, device: GraphDevice, before: Mapping[str, float]) -> None:
+        for part, ms in device.spent_ms.items():
+            self._took_ms[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
 
     def _opened(self, archive: bytes) -> GraphDevice:
         assert self._memory is not None
@@ -361,40 +357,34 @@ class RestoredGraphs:
             raise GraphsRefused("arena_address", str(error)) from error
         except NativeError as error:
             raise GraphsRefused("archive", str(error)) from error
-        if sorted(device.tags) != sorted(self._recorded):
+        if missing := {*self._recorded} - {*device.tags}:
             device.close()
+            # What else it has is a later release's.
             raise GraphsRefused(
-                "sizes", f"the archive has graphs of {device.tags} rows, not as recorded"
+                "sizes", f"the archive has no graphs of the sizes {sorted(missing)}"
             )
         return device
 
     @staticmethod
-    def _built(device: GraphDevice, rows: int) -> bool:
+    def _built(device: GraphDevice, size: int) -> bool:
         """A graph is ready; False where there is no memory for it."""
         try:
-            device.build(rows)
+            device.build(size)
         except OutOfMemory as error:
-            log.warning("no memory for a graph", action="graph_left_out", rows=rows, why=str(error))
+            log.warning("no memory for a graph", action="graph_left_out", size=size, why=str(error))
             return False
         return True
 
     def _next(self) -> int | None:
         with self._changed:
-            rows = None if self._closing else next_graph(self._order)
-            if rows is None:
+            size = None if self._closing else next_graph(self._order)
+            if size is None:
                 self._running = False
             else:
-                self._order = began(self._order, rows)
-            return rows
+                self._order = began(self._order, size)
+            return size
 
-    def _ended(self, rows: int, restored: bool) -> None:
+    def _ended(self, size: int, restored: bool) -> None:
         with self._changed:
-            self._order = ended(self._order, rows, restored)
+            self._order = ended(self._order, size, restored)
             self._changed.notify_all()
-
-
-def places_of(steps: DecodeSteps) -> dict[str, int]:
-    """Addresses of all that a stage's captured steps read and write, but for parameters, KV and
-    what they write in passing.
-    """
-    return {**steps.places, "logits": steps.logits(SIZES[-1]).data_ptr()}

@@ -1,7 +1,7 @@
 """The executor of layer ranges on CUDA."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import numpy as np
@@ -31,6 +31,7 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import check_run
 from pilotlight.engine.errors import UnsupportedModel
+from pilotlight.policy.graphs.restoring import PROMPTS
 from pilotlight.policy.model import Dtype, Stage
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -98,6 +99,7 @@ class CudaRangeRunner:
         self._parameters = parameters
         self._device = device
         self._eager = eager
+        self._kv = kv
         self._layers = Layers(self._decoder, parameters, kv)
         # Experts are chosen on the host: such a layer waits for the device, and cannot be captured.
         self._graphs = graphs if spec.experts is None else None
@@ -142,27 +144,44 @@ class CudaRangeRunner:
 
     @property
     def has_trials(self) -> bool:
-        """See ``DecodeSteps``. Steps that are not fused store keys before they read them."""
+        """See ``StageSteps``. Steps that are not fused store keys before they read them."""
         whole = self._memory.stage == self._decoder.spec.whole
         return whole and self._graphs is not None and self._layers.fused
 
-    def trial_inputs(self, rows: int) -> AbstractContextManager[None]:
-        """See ``DecodeSteps``."""
-        return self._static.trial(rows, self._decoder.spec.vocab_size)
+    def trial_inputs(self, size: int) -> AbstractContextManager[None]:
+        """See ``StageSteps``."""
+        kind = self.kind_of(size)
+        return (
+            self._prompt_trial(kind.rows)
+            if kind.prompt
+            else self._static.trial(kind.rows, self._decoder.spec.vocab_size)
+        )
+
+    @contextmanager
+    def _prompt_trial(self, rows: int) -> Generator[None]:
+        assert self._prompt is not None
+        spec = self._decoder.spec
+        with (
+            self._kv.first_block_kept(),
+            self._prompt.trial(min(rows, spec.max_context_tokens), spec.vocab_size),
+        ):
+            yield
 
     @torch.inference_mode()
-    def trial(self, rows: int) -> Tensor:
-        """See ``DecodeSteps``."""
-        with self.trial_inputs(rows):
-            return self._padded(self.kind_of(rows), rows, rows)
+    def trial(self, size: int) -> Tensor:
+        """See ``StageSteps``."""
+        kind = self.kind_of(size)
+        with self.trial_inputs(size):
+            return self._padded(kind, kind.rows, 1 if kind.prompt else kind.rows)
 
-    def kind_of(self, rows: int) -> Kind:
-        """See ``DecodeSteps``."""
-        return Kind(self._decoder.spec.whole, rows)
+    def kind_of(self, size: int) -> Kind:
+        """See ``StageSteps``."""
+        prompt = size > PROMPTS
+        return Kind(self._decoder.spec.whole, size - PROMPTS if prompt else size, prompt)
 
-    def logits(self, rows: int) -> Tensor:
-        """See ``DecodeSteps``."""
-        return self._output(self.kind_of(rows))
+    def logits(self, size: int) -> Tensor:
+        """See ``StageSteps``."""
+        return self._output(self.kind_of(size))
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:

@@ -1,13 +1,23 @@
 """Trials: fixed steps that prove graphs.
 
-A trial of n rows runs n requests of one token each. Each row sees itself alone: its key and value
-come from the step, are stored nowhere, and nothing of the cache is read. So it gives the same bits
-whatever requests have in the cache, and harms none of them.
+A decode step's trial of n rows runs n requests of one token each. Each row sees itself alone: its
+key and value come from the step, are stored nowhere, and nothing of the cache is read. So it gives
+the same bits whatever requests have in the cache, and harms none of them.
 
 ::
 
     row     0          1                    2          ...
     splits  [0, 1)     [0, 1), [0, 0)       [0, 1)     every other row's second one is empty: both ways of the kernel run
+
+A prompt's keys are read from the cache, the new ones among them: its trial has the first block,
+which is put back afterwards, as its whole block table. 16 of its rows, the last one and those
+evenly before it, are stored there, and all rows see those again and again.
+
+::
+
+    row     0 ... 3        ... 7        ... 63          64 rows: each fourth one is stored
+    slot    -     0            1            15
+    table   [ block 0 )[ block 0 )[ block 0 )[ block 0 )
 """
 
 import hashlib
@@ -16,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pilotlight.engine.cuda.attention_metadata import Words
+from pilotlight.engine.core.blocks import BLOCK_TOKENS
+from pilotlight.engine.cuda.attention_metadata import NOWHERE, Words
 
 TOKEN_STRIDE = 104_729
 """Between the token ids of two rows."""
@@ -55,6 +66,27 @@ def trial_fields(rows: int, kinds: tuple[str, ...], vocab_size: int) -> dict[str
             f"{kind}_stops": stops,
         }
     return fields
+
+
+def prompt_trial_fields(rows: int, vocab_size: int) -> dict[str, Words]:
+    """The same of one prompt's trial.
+
+    Args:
+        rows: of the prompt, which has no others.
+        vocab_size: token ids are below.
+    """
+    stored = np.unique(np.arange(1, BLOCK_TOKENS + 1) * rows // BLOCK_TOKENS - 1)
+    stored = stored[stored >= 0]
+    slots = np.full(rows, NOWHERE, np.int32)
+    slots[stored] = np.arange(len(stored), dtype=np.int32)
+    return {
+        "positions": np.arange(rows, dtype=np.int32),
+        "slots": slots,
+        "token_ids": ((np.arange(1, rows + 1) * TOKEN_STRIDE) % vocab_size).astype(np.int32),
+        "chunk_counts": np.array([rows], np.int32),
+        "logit_rows": np.array([rows - 1], np.int32),
+        "blocks": np.zeros(-(-rows // BLOCK_TOKENS), np.int32),
+    }
 
 
 def digest_of(logits: Tensor) -> str:

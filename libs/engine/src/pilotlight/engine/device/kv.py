@@ -1,6 +1,7 @@
 """The KV cache of a layer range, and attention over it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -103,6 +104,21 @@ class KvCache:
         each.
         """
         return self._rows[layer]
+
+    @contextmanager
+    def first_block_kept(self) -> Generator[None]:
+        """Within it, the first block of each layer may be written; afterwards it is what it was."""
+        blocks = [half[:BLOCK_TOKENS] for rows in self._rows.values() for half in rows]
+        before = torch.empty(
+            len(blocks), *blocks[0].shape, dtype=blocks[0].dtype, device=blocks[0].device
+        )
+        for kept, block in zip(before, blocks, strict=True):
+            kept.copy_(block)
+        try:
+            yield
+        finally:
+            for kept, block in zip(before, blocks, strict=True):
+                block.copy_(kept)
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """A copy, in the host's memory, of one request's keys and values: see ``copied``."""

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -11,6 +12,7 @@
 #include "archive.h"
 #include "graph_api.h"
 #include "kernels.h"
+#include "stopwatch.h"
 
 namespace pilotlight {
 
@@ -65,18 +67,33 @@ class Archive {
             if (module) graph_driver().module_unload(module);
     }
 
+    // Loads the images that one graph needs: what of its restoring needs no memory of the arena.
+    int load(std::uint32_t number) {
+        std::lock_guard guard(lock_);
+        if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
+        PILOTLIGHT_TRY(driver().ctx_set_current(context_));
+        return load_kernels(graphs_[number]);
+    }
+
     // Makes one graph ready to be launched, and loads the images that it needs.
     int build(std::uint32_t number, CUstream stream) {
         std::lock_guard guard(lock_);
         if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
         if (execs_[number]) return OK;
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
+        if (int failed = load_kernels(graphs_[number])) return failed;
         CUgraph graph = nullptr;
         PILOTLIGHT_TRY(graph_driver().graph_create(&graph, 0));
         int failed = add_nodes(graphs_[number], graph);
         CUgraphExec exec = nullptr;
-        if (!failed) failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
-        if (!failed) failed = check(graph_driver().upload(exec, stream), "graph_driver().upload");
+        if (!failed) {
+            Stopwatch watch(&spent_[INSTANTIATE]);
+            failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
+        }
+        if (!failed) {
+            Stopwatch watch(&spent_[UPLOAD]);
+            failed = check(graph_driver().upload(exec, stream), "graph_driver().upload");
+        }
         graph_driver().graph_destroy(graph);
         if (!failed)
             execs_[number] = exec;
@@ -103,11 +120,12 @@ class Archive {
     }
 
     // Whether every word of parameters that is an address in [first, stop) lies in one of `ranges`, which are in order; asks nothing of the
-    // driver. Counts the words that are addresses of the arena, but not there: some kernels have bytes in their parameters that they never read.
-    int check_addresses(const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first, std::uint64_t stop, std::uint64_t *elsewhere) const {
+    // driver. Of the graphs [from, to). Counts the words that are addresses of the arena, but not there: some kernels have bytes in their parameters that they never read.
+    int check_addresses(std::uint32_t from, std::uint32_t to, const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first,
+                        std::uint64_t stop, std::uint64_t *elsewhere) const {
         const std::uint64_t arena_stop = header_.arena_address + header_.arena_bytes;
         *elsewhere = 0;
-        for (std::uint32_t number = 0; number < header_.num_graphs; number++) {
+        for (std::uint32_t number = from; number < std::min(to, header_.num_graphs); number++) {
             const GraphEntry &entry = graphs_[number];
             auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
             for (std::uint32_t node = 0; node < entry.num_nodes; node++) {
@@ -142,6 +160,11 @@ class Archive {
 
     std::uint64_t tag(std::uint32_t number) const { return number < header_.num_graphs ? graphs_[number].tag : 0; }
     const Header &header() const { return header_; }
+    // What building took so far, in nanoseconds, as `Part` says.
+    void spent(std::uint64_t *parts) {
+        std::lock_guard guard(lock_);
+        std::copy(spent_.begin(), spent_.end(), parts);
+    }
 
   private:
     const char *at(std::uint64_t place) const { return bytes_ + place; }
@@ -175,7 +198,18 @@ class Archive {
         return OK;
     }
 
+    int load_kernels(const GraphEntry &entry) {
+        Stopwatch watch(&spent_[IMAGES]);
+        auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
+        CUfunction loaded = nullptr;
+        for (std::uint32_t number = 0; number < entry.num_nodes; number++)
+            if (nodes[number].type == KERNEL)
+                if (int failed = function(nodes[number].kernel, &loaded)) return explain(failed, entry, number);
+        return OK;
+    }
+
     int add_nodes(const GraphEntry &entry, CUgraph graph) {
+        Stopwatch watch(&spent_[NODES]);
         auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
         auto *edges = reinterpret_cast<const EdgeEntry *>(at(entry.edges));
         std::vector<CUgraphNode> made(entry.num_nodes), before;
@@ -308,6 +342,7 @@ class Archive {
     std::vector<CUfunction> functions_;
     std::vector<bool> silent_;  // of which the driver says no parameters
     std::vector<CUgraphExec> execs_;
+    std::array<std::uint64_t, NUM_PARTS> spent_{};
     std::mutex lock_;
 };
 
@@ -330,15 +365,18 @@ PILOTLIGHT_EXPORT int pilotlight_archive_open(CUcontext context, const char *byt
 }
 
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_archive_tag(Archive *archive, std::uint32_t number) { return archive->tag(number); }
+PILOTLIGHT_EXPORT int pilotlight_archive_load(Archive *archive, std::uint32_t number) { return archive->load(number); }
+PILOTLIGHT_EXPORT void pilotlight_archive_spent(Archive *archive, std::uint64_t *parts) { archive->spent(parts); }
 PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->build(number, stream);
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->launch(number, stream);
 }
-PILOTLIGHT_EXPORT int pilotlight_archive_check_addresses(Archive *archive, const std::uint64_t *ranges, std::uint64_t count, std::uint64_t first,
-                                                         std::uint64_t stop, std::uint64_t *elsewhere) {
-    return archive->check_addresses(ranges, count, first, stop, elsewhere);
+PILOTLIGHT_EXPORT int pilotlight_archive_check_addresses(Archive *archive, std::uint32_t from, std::uint32_t to, const std::uint64_t *ranges,
+                                                         std::uint64_t count, std::uint64_t first, std::uint64_t stop,
+                                                         std::uint64_t *elsewhere) {
+    return archive->check_addresses(from, to, ranges, count, first, stop, elsewhere);
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_walk(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->walk(number, stream);

@@ -7,13 +7,17 @@ value; the thread asks ``next_graph`` and says what it began and ended.
 ::
 
     restore(needed) ──> needed first ──> by use, the most used first ──> all ready
-                           ^ a size that a step asks for goes before all that nobody asked for
+                           ^ a size that a step asks for goes before all that nobody asked for,
+                             and what a request will need before what nobody is known to need
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+PROMPTS = 1 << 20
+"""Graphs are known by one number: those of decode steps by their rows, those of one prompt alone by
+its rows beyond this."""
 COPY_BYTES = 16 << 20
 COPIES_WHILE_RESTORING = 2
 """Copies in flight while graphs are restored. Loading and instantiating write to the device behind
@@ -38,11 +42,13 @@ class Restoring:
     """How far a stage's graphs are."""
 
     sizes: tuple[int, ...]
-    """Rows of each graph in the artifact, rising."""
+    """Of each graph in the artifact, rising: rows, or ``prompt_size``."""
     uses: Mapping[int, int] = field(default_factory=dict[int, int])
     """How often each was replayed, as recorded when the model ran before."""
     asked: tuple[int, ...] = ()
     """Those that steps wait for, in the order in which they came."""
+    expected: tuple[int, ...] = ()
+    """Those that requests which have come will need, in that order."""
     building: int | None = None
     ready: frozenset[int] = frozenset()
     refused: frozenset[int] = frozenset()
@@ -59,6 +65,11 @@ class Restoring:
         return None if self.done else COPIES_WHILE_RESTORING
 
 
+def prompt_size(rows: int) -> int:
+    """What the graph of one prompt of so many rows is known by."""
+    return PROMPTS + rows
+
+
 def used(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
     """How often each size is used, as a stage is to know it that is restored next: what was used
     last counts twice as much as what was used before that.
@@ -67,24 +78,26 @@ def used(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
 
 
 def size_of(restoring: Restoring, rows: int) -> int | None:
-    """The least graph that holds so many rows; None: there is none."""
-    return next((size for size in restoring.sizes if size >= rows), None)
+    """The least graph of the same kind that holds as much; None: there is none."""
+    there = (size for size in restoring.sizes if size >= rows)
+    return next((size for size in there if (size > PROMPTS) == (rows > PROMPTS)), None)
 
 
 def next_graph(restoring: Restoring) -> int | None:
     """What the thread restores next; None: it has nothing to do, or is at something.
 
     1. What a step asked for, the earliest before.
-    2. The others by their use, the most used first; of equal use the smaller one, which a stage
+    2. What a request that has come will need, the earliest before.
+    3. The others by their use, the most used first; of equal use the smaller one, which a stage
        with few requests needs.
     """
     if restoring.building is not None:
         return None
-    for size in restoring.asked:  # 1
+    for size in (*restoring.asked, *restoring.expected):  # 1, 2
         if _is_open(restoring, size):
             return size
     left = [size for size in restoring.sizes if _is_open(restoring, size)]
-    return min(left, key=lambda size: (-restoring.uses.get(size, 0), size), default=None)  # 2
+    return min(left, key=lambda size: (-restoring.uses.get(size, 0), size), default=None)  # 3
 
 
 def ask(restoring: Restoring, rows: int, kernels_loaded: bool) -> tuple[Run, Restoring]:
@@ -92,7 +105,7 @@ def ask(restoring: Restoring, rows: int, kernels_loaded: bool) -> tuple[Run, Res
 
     Args:
         restoring: how far the graphs are.
-        rows: of the step.
+        rows: of the step, or ``prompt_size``.
         kernels_loaded: all kernels of its graph have their functions.
     """
     size = size_of(restoring, rows)
@@ -103,6 +116,13 @@ def ask(restoring: Restoring, rows: int, kernels_loaded: bool) -> tuple[Run, Res
     if size not in restoring.asked:
         restoring = replace(restoring, asked=(*restoring.asked, size))
     return (Run.LAUNCH_LIST if kernels_loaded else Run.WAIT), restoring
+
+
+def expect(restoring: Restoring, size: int) -> Restoring:
+    """A request has come that will need a graph, if there is one."""
+    if not _is_open(restoring, size) or size in restoring.expected:
+        return restoring
+    return replace(restoring, expected=(*restoring.expected, size))
 
 
 def began(restoring: Restoring, size: int) -> Restoring:

@@ -144,7 +144,7 @@ class ArchiveFile:
             GraphsRefused: kind and ``file``, ``size`` or ``digest``: it is not what the artifact
                 says.
         """
-        from pilotlight.engine.cuda.restored import GraphsRefused
+        from pilotlight.engine.cuda.fitting import GraphsRefused
 
         if self._descriptor < 0:
             raise GraphsRefused(f"{self._blob.kind}_file", self._failed)

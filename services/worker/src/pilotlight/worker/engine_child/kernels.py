@@ -110,7 +110,7 @@ class KernelPlans:
         if blob is None or made_for is None:
             return
         from pilotlight.engine.cuda.compiled import KernelsRefused
-        from pilotlight.engine.cuda.restored import GraphsRefused
+        from pilotlight.engine.cuda.fitting import GraphsRefused
 
         archive = ArchiveFile(command.precomputed.kernels, blob)
         try:

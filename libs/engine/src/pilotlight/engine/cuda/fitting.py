@@ -1,0 +1,111 @@
+"""Whether recorded graphs fit a stage: everything that they expect of it, looked at before the
+driver is asked for a graph.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from pilotlight.engine.cuda.graphs import SIZES, Kind, StageSteps
+from pilotlight.engine.cuda.prompts import LENGTHS
+from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.faults import out_of_memory
+from pilotlight.policy.materialized import GraphLayout
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""Of a trial's logits."""
+SEGMENT_BYTES, LEAST_BYTES = 2 << 20, 20 << 20
+"""torch takes segments in multiples of the one; what is as long as the other has its own."""
+
+
+class GraphsRefused(Exception):
+    """Graphs are not restored; ``field`` says what is wrong with them. No graph was made."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def check_layout(layout: GraphLayout, memory: StageMemory, steps: StageSteps) -> None:
+    """Whether a stage has everything where its graphs expect it.
+
+    Raises:
+        GraphsRefused: by the name of what differs.
+    """
+    if not steps.has_trials:
+        raise GraphsRefused("steps", "the stage has no steps that graphs are restored for")
+    rows = [trial.rows for trial in layout.trials]
+    lengths = [trial.rows for trial in layout.prompts]
+    known = rows == sorted({*rows} & {*SIZES}) and lengths == sorted({*lengths} & {*LENGTHS})
+    digests = all(DIGEST.fullmatch(digest) for digest in layout.digests.values())
+    if not rows or not known or not digests:
+        raise GraphsRefused(
+            "trials",
+            f"trials of {rows} rows and prompts of {lengths} are none that could be recorded",
+        )
+    most_bytes = memory.arena.pool_bytes
+    if not 0 < layout.pool_bytes <= most_bytes:
+        raise GraphsRefused(
+            "pool", f"a graph pool has 1 to {most_bytes} bytes, not {layout.pool_bytes}"
+        )
+    places = places_of(steps)
+    field = layout.differs(memory.slot_number, places)
+    if field is not None:
+        recorded = {**layout.addresses, "slot": layout.slot}
+        here = {**places, "slot": memory.slot_number}
+        # A name that nobody knows would be whatever the manifest says.
+        raise GraphsRefused(
+            field if field in here else "places",
+            f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded",
+        )
+
+
+def reserve(
+    layout: GraphLayout, memory: StageMemory, scratch: Scratch, steps: StageSteps
+) -> Tensor | None:
+    """Has memory behind all of the graph pool that the graphs know.
+
+    Args:
+        layout: of the graphs.
+        memory: the stage's.
+        scratch: the slot's.
+        steps: the stage's.
+
+    Returns:
+        What keeps torch from giving it to anything else.
+
+    Raises:
+        GraphsRefused: ``pool``: there is none.
+    """
+    pool, logits = scratch.graphs, steps.logits(SIZES[-1])
+    first = memory.graph_pool_bytes(1).data_ptr()
+    held = (logits.data_ptr() + logits.nbytes - first) // SEGMENT_BYTES * SEGMENT_BYTES
+    left, rest = layout.pool_bytes - held, None
+    try:
+        if left > 0:
+            with pool.use():
+                rest = torch.empty(max(left, LEAST_BYTES), dtype=torch.uint8, device=logits.device)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise GraphsRefused("pool", f"the device has no memory for graphs: {error}") from error
+    if pool.mapped_bytes < layout.pool_bytes:
+        raise GraphsRefused(
+            "pool",
+            f"the graph pool has {pool.mapped_bytes} bytes, and the graphs use {layout.pool_bytes}",
+        )
+    return rest
+
+
+def places_of(steps: StageSteps) -> dict[str, int]:
+    """Addresses of all that a stage's captured steps read and write, but for parameters, KV and
+    what they write in passing.
+    """
+    return {**steps.places, "logits": steps.logits(SIZES[-1]).data_ptr()}
+
+
+def named(kind: Kind) -> str:
+    """A kind of steps, as messages say it."""
+    return f"prompts of {kind.rows} rows" if kind.prompt else f"{kind.rows} rows"

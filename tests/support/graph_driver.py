@@ -1,0 +1,88 @@
+"""The fake driver, as one who captures graphs calls it."""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from ctypes import c_char_p, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
+
+CLUSTER, SHARED = 4, 8
+
+
+class NodeParams(ctypes.Structure):
+    _fields_ = [
+        ("func", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("params", c_void_p),
+        ("extra", c_void_p),
+        ("kernel", c_void_p),
+        ("context", c_void_p),
+    ]
+
+
+@dataclass
+class Driver:
+    """The fake, as one who captures graphs calls it."""
+
+    fake: ctypes.CDLL
+
+    def done(self, name: str, *arguments: object) -> None:
+        assert getattr(self.fake, name)(*arguments) == 0, name
+
+    def load(self, image: bytes, name: str) -> int:
+        """A function, as its library has it."""
+        module, function = c_void_p(), c_void_p()
+        self.done("cuModuleLoadData", ctypes.byref(module), c_char_p(image))
+        self.done("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        return function.value or 0
+
+    def allow_shared(self, function: int, num_bytes: int) -> None:
+        self.done("cuFuncSetAttribute", c_void_p(function), SHARED, num_bytes)
+
+    def graph(self) -> int:
+        made = c_void_p()
+        self.done("cuGraphCreate", ctypes.byref(made), 0)
+        return made.value or 0
+
+    def kernel(
+        self,
+        graph: int,
+        function: int,
+        params: bytes,
+        *,
+        threads: int = 128,
+        grid: tuple[int, int, int] = (4, 1, 1),
+        before: Sequence[int] = (),
+        packed: bool = False,
+        shared: int = 0,
+        edge: bytes = b"",
+    ) -> int:
+        """Adds a kernel's node; its parameters have eight bytes each."""
+        held = ctypes.create_string_buffer(params, len(params))
+        place, size = ctypes.addressof(held), ctypes.c_size_t(len(params))
+        each = (c_void_p * (len(params) // 8))(*range(place, place + len(params), 8))
+        whole = (c_void_p * 5)(1, place, 2, ctypes.addressof(size), None)
+        given = NodeParams(function, grid, (threads, 1, 1), shared)
+        given.params = None if packed else ctypes.addressof(each)
+        given.extra = ctypes.addressof(whole) if packed else None
+        made, nodes = c_void_p(), (c_void_p * max(1, len(before)))(*before)
+        number = ctypes.c_size_t(len(before))
+        if edge:
+            any_node = struct.pack("<4i", 0, 0, 0, 0) + bytes(given)
+            arguments = nodes, c_char_p(edge * len(before)), number, c_char_p(any_node)
+            self.done("cuGraphAddNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
+        else:
+            arguments = nodes, number, ctypes.byref(given)
+            self.done("cuGraphAddKernelNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
+        return made.value or 0
+
+    def cluster(self, node: int, size: int) -> None:
+        value = struct.pack("<3I", size, 1, 1).ljust(64, b"\0")
+        self.done("cuGraphKernelNodeSetAttribute", c_void_p(node), CLUSTER, c_char_p(value))
+
+    def replay(self, graph: int) -> None:
+        made = c_void_p()
+        self.done("cuGraphInstantiateWithFlags", ctypes.byref(made), c_void_p(graph), c_uint64(0))
+        self.done("cuGraphLaunch", made, None)
