@@ -246,7 +246,8 @@ class Term:
             facts = self._gather()
             gathered_s = self._clock.monotonic_s()
             plan = tick(facts, self._memory, self._rules)
-            tick_s = self._clock.monotonic_s() - gathered_s
+            decided_s = self._clock.monotonic_s()
+            tick_s = decided_s - gathered_s
             self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, LEAST)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
@@ -254,8 +255,10 @@ class Term:
             self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
             self._log.squeeze()
             garbage.look(self._clock.monotonic_s())
-            # Rows and commands of starts go on between ticks alone.
-            await pause(min(tick_s, REST_S))
+            # Rows and commands of starts go on between ticks alone; while the turn waited for its
+            # own they did.
+            rested_s = self._clock.monotonic_s() - decided_s
+            await pause(max(tick_s / 4, min(tick_s, REST_S) - rested_s))
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
