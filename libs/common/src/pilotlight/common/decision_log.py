@@ -164,10 +164,11 @@ def noted(facts: ControlFacts, memory: Memory, plan: Plan, *, first: bool) -> No
 
 
 class LogWriter:
-    """Writes one file."""
+    """Writes one file: what is written is kept here until it is flushed."""
 
     def __init__(self, file: BinaryIO, header: Header) -> None:
         self._file = file
+        self._squeezed = bytearray()
         self._stream = zlib.compressobj(6)
         self._facts = NO_FACTS
         self._workers: dict[WorkerId, WorkerView] = {}
@@ -177,7 +178,9 @@ class LogWriter:
         self._put(msgspec.msgpack.encode(header))
 
     def write(self, one: Noted) -> None:
-        """Write a tick. It is on its way to the file with the next ``flush``."""
+        """Write a tick. It goes to the file with the next ``flush``; until then no file is touched,
+        so that this takes as long on any disk.
+        """
         # Of thousands of workers and nodes those that changed: what is the same says nothing.
         before = replace(
             self._facts,
@@ -205,19 +208,27 @@ class LogWriter:
     def flush(self) -> None:
         """Everything written so far can be read."""
         self._out(self._stream.flush(zlib.Z_SYNC_FLUSH))
+        self._to_file()
         self._file.flush()
 
     def close(self) -> None:
         """End the file."""
         self._out(self._stream.flush())
-        self._file.close()
+        try:
+            self._to_file()
+        finally:
+            self._file.close()
 
     def _put(self, frame: bytes) -> None:
         self._out(self._stream.compress(_LENGTH.pack(len(frame)) + frame))
 
     def _out(self, squeezed: bytes) -> None:
-        self._file.write(squeezed)
+        self._squeezed += squeezed
         self.size_bytes += len(squeezed)
+
+    def _to_file(self) -> None:
+        squeezed, self._squeezed = self._squeezed, bytearray()
+        self._file.write(squeezed)
 
 
 def _known(before: Mapping[Any, Any], news: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -209,15 +209,18 @@ class Roster:
             if node.liveness is not Liveness.ALIVE:
                 self.nodes[node_id] = replace(node, liveness=Liveness.ALIVE)
                 told.append(News(nodes=(node_id,)))
-        vouched: list[WorkerId] = []
-        for worker_id in word.workers:
-            if worker_id in report.silent_s or worker_id in word.parts:
+        spoken_for = [
+            one for one in word.workers if one not in report.silent_s and one not in word.parts
+        ]
+        known = [one for one in spoken_for if one in self.workers]
+        for worker_id in spoken_for if len(known) < len(spoken_for) else ():
+            if worker_id in self.workers:
                 continue
-            if worker_id not in self.workers:
-                complete = False
-                self._reader.distrust(node_id, worker_id)
-            elif self._vouch(worker_id, now_s, complete=word.complete):
-                vouched.append(worker_id)
+            complete = False
+            self._reader.distrust(node_id, worker_id)
+        vouched = self._vouch(known, now_s, complete=word.complete)
+        if not told and not vouched and complete and node is not None:
+            return NOTHING
         return News(
             workers=(*(one for news in told for one in news.workers), *vouched),
             nodes=tuple(one for news in told for one in news.nodes),
@@ -304,26 +307,39 @@ class Roster:
             log.error("part dropped", action="part_undecodable", part=key, error=error.message)
             return NOTHING
 
-    def _vouch(self, worker_id: WorkerId, now_s: float, *, complete: bool) -> bool:
-        """A loader says that a worker lives; whether that is news."""
-        if worker_id in self._declared_dead:
-            return False
-        self._worker_heard.heard(worker_id, self.listened_s(now_s))
-        view = self.workers[worker_id]
-        at_s = max(view.heard_s, now_s - VOUCHED_BEFORE_S) if complete else view.heard_s
-        revived = view.facts.liveness is not Liveness.ALIVE
-        self.workers[worker_id] = WorkerView(
-            facts=replace(view.facts, liveness=Liveness.ALIVE) if revived else view.facts,
-            heard_s=at_s,
-            incarnation=view.incarnation,
-            epoch_seen=view.epoch_seen,
-            unchanged_for_s=at_s - view.facts_s,
-        )
-        told_s = self._expected.get(worker_id)
-        if told_s is None or at_s - told_s < CONFIRMED_AFTER_S:
-            return revived
-        del self._expected[worker_id]
-        return True
+    def _vouch(
+        self, worker_ids: Iterable[WorkerId], now_s: float, *, complete: bool
+    ) -> list[WorkerId]:
+        """A loader says that workers live; those of which that is news. Sixteen thousand times a
+        second in a cluster of 8,000 at rest.
+        """
+        workers, listened_s, said_s = self.workers, self.listened_s(now_s), now_s - VOUCHED_BEFORE_S
+        news: list[WorkerId] = []
+        for worker_id in worker_ids:
+            if worker_id in self._declared_dead:
+                continue
+            self._worker_heard.heard(worker_id, listened_s)
+            view = workers[worker_id]
+            at_s = max(view.heard_s, said_s) if complete else view.heard_s
+            facts, revived = view.facts, view.facts.liveness is not Liveness.ALIVE
+            if revived:
+                facts = replace(facts, liveness=Liveness.ALIVE)
+            if revived or at_s > view.heard_s:
+                aged_s = at_s - view.heard_s + view.unchanged_for_s
+                workers[worker_id] = WorkerView(
+                    facts=facts,
+                    heard_s=at_s,
+                    incarnation=view.incarnation,
+                    epoch_seen=view.epoch_seen,
+                    unchanged_for_s=aged_s,
+                )
+            told_s = self._expected.get(worker_id)
+            if told_s is not None and at_s - told_s >= CONFIRMED_AFTER_S:
+                del self._expected[worker_id]
+                news.append(worker_id)
+            elif revived:
+                news.append(worker_id)
+        return news
 
     def _judge(self, worker_id: WorkerId, view: WorkerView, liveness: Liveness) -> bool:
         """Give a worker its liveness; whether that is a death."""

@@ -1,7 +1,9 @@
 """Writes the decision log of a term (``common.decision_log``), beside the ticks.
 
-A tick leaves references behind; a thread makes changes of them and writes. A log that cannot keep
-up, or cannot be written, is given up and begun anew: decisions do not wait for it.
+A tick leaves references behind. Between ticks changes are made of them (``squeeze``), and a thread
+writes: a thread that made the changes would have the interpreter for 5 ms at a time, mostly in the
+midst of a tick. The first tick of a file, which is all that there is, is the thread's. A log that
+cannot keep up, or cannot be written, is given up and begun anew: decisions do not wait for it.
 """
 
 import asyncio
@@ -55,6 +57,10 @@ class DecisionLog:
     """Noted for this file."""
     _begins: bool = True
     _writing: threading.Lock = field(default_factory=threading.Lock)
+    _is_appending: bool = False
+    """A thread has ticks that come before those that wait."""
+    _is_squeezed: bool = False
+    """There is something to write beside what waits."""
 
     @property
     def begins(self) -> bool:
@@ -82,6 +88,14 @@ class DecisionLog:
         self._begins = False
         self._ticks += 1
 
+    def squeeze(self) -> None:
+        """Make changes of what was noted, for the thread to write; after a turn."""
+        if self._writer is None or self._is_appending:
+            return
+        while self._waiting and self._waiting[0].handed is None:
+            self._writer.write(self._waiting.popleft())
+            self._is_squeezed = True
+
     async def run(self) -> None:
         """Write what was noted, for ever."""
         if self.folder is None:
@@ -101,8 +115,9 @@ class DecisionLog:
         """Write what was noted since the last time."""
         ticks = list(self._waiting)
         self._waiting.clear()
-        if not ticks:
+        if not ticks and not self._is_squeezed:
             return
+        self._is_appending, self._is_squeezed = True, False
         try:
             size_bytes = await asyncio.to_thread(self._append, ticks)
         except OSError as error:
@@ -114,6 +129,8 @@ class DecisionLog:
             )
             self._give_up()
             return
+        finally:
+            self._is_appending = False
         if size_bytes > self.file_bytes:
             self._give_up()
 

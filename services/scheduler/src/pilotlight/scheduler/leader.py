@@ -17,7 +17,7 @@ from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.line import shortened
-from pilotlight.policy.control.pace import next_starts
+from pilotlight.policy.control.pace import LEAST, next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
@@ -50,7 +50,8 @@ log = structlog.get_logger()
 
 TICK_S = 0.25
 REST_S = 0.02
-"""After a tick others run for half of its time, at most for this long, however much is new."""
+"""After a tick others run for as long as it took, at most for this long, however much is new: rows,
+reports and commands take more of the processor than ticks do."""
 SETTLE_S = 0.5
 ANNOUNCED_S = 0.25
 """A term waits so long at most for its announcement before it looks at everything: until then it
@@ -245,16 +246,19 @@ class Term:
             facts = self._gather()
             gathered_s = self._clock.monotonic_s()
             plan = tick(facts, self._memory, self._rules)
-            tick_s = self._clock.monotonic_s() - gathered_s
-            least = self._rules.starts_at_once
-            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, least)
+            decided_s = self._clock.monotonic_s()
+            tick_s = decided_s - gathered_s
+            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, LEAST)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
             self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            self._log.squeeze()
             garbage.look(self._clock.monotonic_s())
-            # Rows and commands of starts go on between ticks alone.
-            await pause(min(tick_s / 2, REST_S))
+            # Rows and commands of starts go on between ticks alone; while the turn waited for its
+            # own they did.
+            rested_s = self._clock.monotonic_s() - decided_s
+            await pause(max(tick_s / 4, min(tick_s, REST_S) - rested_s))
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:

@@ -161,14 +161,17 @@ class World:
         self._drop_silent(now_s)
         if self._merged is None:
             merged: dict[ModelName, Demand] = {}
+            # As of the newest word: of thousands of models none is aged that was in it.
+            as_of_s = max((one.heard_s for one in self._vectors.values()), default=now_s)
             for vector in self._vectors.values():
+                older_s = as_of_s - vector.heard_s
                 for demand in vector.demands:
                     if demand.waiting <= 0:
                         continue
-                    aged = demand.aged(now_s - vector.heard_s)
+                    aged = demand.aged(older_s) if older_s else demand
                     known = merged.get(demand.model)
                     merged[demand.model] = aged if known is None else _joined(known, aged)
-            self._merged = now_s, tuple(merged[model] for model in sorted(merged))
+            self._merged = as_of_s, tuple(merged[model] for model in sorted(merged))
         as_of_s, merged_now = self._merged
         return merged_now, now_s - as_of_s
 

@@ -20,7 +20,7 @@ MOST_TOGETHER = 256
 """Writes of one transaction, which holds the lease's row: its renewal must not wait for long."""
 
 
-LINGER_S = 0.002
+LINGER_S = 0.005
 """So long a transaction waits for more rows, ..."""
 BUSY_S = 0.1
 """... where the one before it ended so lately."""

@@ -8,6 +8,7 @@ order, one after the other never.
 """
 
 import asyncio
+import math
 import random
 from typing import Any
 
@@ -28,6 +29,11 @@ POLL_S = 5.0
 """Safety net: for rows whose kick was lost with the process that wrote them."""
 BATCH = 64
 """Rows that are published within one transaction."""
+LINGER_S = 0.05
+"""So long a publication waits for more rows, ..."""
+BUSY_S = 0.2
+"""... where the one before it ended so lately: each is a transaction, and hundreds of events a second
+are told of in as many commits."""
 
 
 class Outbox:
@@ -92,11 +98,15 @@ class Outbox:
 
     async def _publish_for_ever(self) -> None:
         backoff = Backoff()
-        failures = 0
+        failures, published_s = 0, -math.inf
         while True:
             await woken(self._kicked, POLL_S)
+            if self._clock.monotonic_s() - published_s < BUSY_S:
+                await pause(LINGER_S)
+                self._kicked.clear()
             try:
                 await self.publish_all()
+                published_s = self._clock.monotonic_s()
                 failures, self._waiting_since_s = 0, None
             except (BusUnavailable, DatabaseUnavailable) as error:
                 if failures == 0:

@@ -26,8 +26,8 @@ from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.placement import Candidate
 from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
-ALTERNATIVES = 2
-"""Other workers that a decision is shown beside."""
+ALTERNATIVES = 1
+"""Other workers that a decision is shown beside, of each kind: each is predicted for every start."""
 SEARCH_STEPS = 2000
 """Of ``pilotlight``, for one start."""
 

@@ -243,22 +243,24 @@ def refreshed(
         now_s: The time, in seconds.
     """
     changed: dict[InstanceId, Record] = {}
+    find = books.records.find
     for view in views:
+        worker_id, facts_s = view.facts.worker_id, view.facts_s
         for held in view.facts.held:
-            record = changed.get(held.instance_id) or books.get(held.instance_id)
-            if record is None or record.instance.state in ENDED:
+            known = changed.get(held.instance_id) or find(held.instance_id)
+            if known is None or known.instance.state in ENDED:
                 continue
-            worker_id, instance = view.facts.worker_id, record.instance
+            record, instance = known, known.instance
             if worker_id not in record.seen_on:
                 record = replace(record, seen_on=record.seen_on | {worker_id})
             if instance.state in SERVING and worker_id == instance.lead:
-                used_s = view.heard_s if held.in_flight > 0 else view.facts_s - held.idle_s
+                used_s = view.heard_s if held.in_flight > 0 else facts_s - held.idle_s
                 used_s = max(instance.state_since_s, used_s)
                 differs = abs(used_s - instance.last_used_s) > USED_AGAIN_S
                 if differs or held.in_flight != instance.in_flight:
                     used = replace(instance, in_flight=held.in_flight, last_used_s=used_s)
                     record = replace(record, instance=used)
-            if record is not books.get(held.instance_id):
+            if record is not known:
                 changed[held.instance_id] = record
     for model in waited_for:
         for instance_id in books.by_model.get(model, ()):

@@ -37,6 +37,9 @@ Message = TypeVar("Message")
 Said = tuple[object, ...]
 """What makes a message another one than that before."""
 NO_UPSTREAMS: Mapping[NodeId, tuple[NodeId, ...]] = {}
+ALONE = Chained((), NO_UPSTREAMS)
+"""Of a model that one node brings, and of which no other has anything: there is nobody to ask,
+whatever becomes of that node. Most starts are such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +268,10 @@ def _planned(
     known, model = draft.facts.nodes, starting[-1].model
     placements = [one for record in starting for one in record.instance.placements]
     members = {one.node_id for one in placements}
-    nodes = [
-        known[node_id] for node_id in sorted(members | draft.copies.to(digest)) if node_id in known
-    ]
+    there = members | draft.copies.to(digest)
+    if len(there) == 1:
+        return ALONE
+    nodes = [known[node_id] for node_id in sorted(there) if node_id in known]
     parts = {one.node_id: _parts_of(digest, one) for one in nodes}
     whole = frozenset(range(len(model.spec.part_bytes)))
     if _is_progress_alone(
