@@ -70,6 +70,20 @@ def test_a_mean_lies_among_its_samples(samples: list[float]) -> None:
     assert mean.samples == len(samples)
 
 
+def test_what_is_far_better_begins_anew() -> None:
+    """A start that compiles takes seconds, and the next one milliseconds."""
+    slow = mean_after(mean_after(None, 5.0), 5.0)
+    assert mean_after(slow, 0.05) == Mean(0.05, 0.025, 3)
+    assert mean_after(slow, 2.0) == Mean(5.0, 1.75, 2).after(2.0)
+    after_worse = mean_after(mean_after(slow, 0.05), 5.0)
+    assert after_worse is not None
+    assert after_worse.value == pytest.approx(0.7 * 0.05 + 0.3 * 5.0)
+    assert mean_after(Mean(1.0, 0.5), 50.0, of_rates=True) == Mean(50.0, 25.0, 2)
+    line = NO_LINE.after(Point(160.0, 5.0)).after(Point(160.0, 4.0))
+    assert line.after(Point(161.0, 0.05)).at(161.0, PRIOR) < 0.5
+    assert line.after(Point(16.0, 0.05)).at(160.0, PRIOR) > 2.0, "a short prompt says less"
+
+
 def test_equal_samples_have_no_spread_in_the_end() -> None:
     mean = mean_after(None, 4.0)
     for _ in range(40):

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from pilotlight.policy.estimates import WEIGHT
 
+FAR = 4
+"""What was this many times as fast shows how fast it can be: what came before it had something else
+in its way, such as kernels that were compiled, and says nothing of what comes next."""
 PRIOR_WEIGHT = 0.1
 """Of each point of a line's prior, against 1 of the newest sample: it decides what the samples
 leave open, such as the slope when all of them are at one place."""
@@ -30,13 +33,22 @@ class Mean:
         )
 
 
-def mean_after(known: Mean | None, sample: float | None) -> Mean | None:
-    """The mean with one more sample; without one, as it was. One below zero, or that is no number,
-    is none.
+def mean_after(known: Mean | None, sample: float | None, *, of_rates: bool = False) -> Mean | None:
+    """The mean with one more sample; begun anew where that is far better than the mean.
+
+    Args:
+        known: What there was.
+        sample: None, below zero or no number: there is none.
+        of_rates: More is better; of times less is.
     """
     if sample is None or not 0 <= sample < math.inf:
         return known
-    return Mean(sample, sample / 2) if known is None else known.after(sample)
+    if known is None:
+        return Mean(sample, sample / 2)
+    better = (known.value, sample) if of_rates else (sample, known.value)
+    if better[0] * FAR < better[1]:
+        return Mean(sample, sample / 2, known.samples + 1)
+    return known.after(sample)
 
 
 class Point(NamedTuple):
@@ -61,12 +73,14 @@ class Line:
     samples: int = 0
 
     def after(self, point: Point) -> "Line":
-        """With one more sample; those before it weigh less. One without a size, below zero, or
-        that is no number, is none.
+        """With one more sample; those before it weigh less, and nothing where it took far less time
+        for about as much or more. One without a size, below zero, or that is no number, is none.
         """
         kept, (x, y) = 1 - WEIGHT, point
         if not (0 < x < math.inf and 0 <= y < math.inf):
             return self
+        if y * self.weight * FAR < self.y and 2 * x * self.weight > self.x:
+            kept = 0.0
         return Line(
             kept * self.weight + 1,
             kept * self.x + x,

@@ -196,7 +196,7 @@ class Timings:
                     devices[key] = of_this
             ends = ((sample.node_id, sample.source), (sample.node_id, ANY_SOURCE))
             for end in (*ends, (ANY, sample.source)):
-                rate = mean_after(rates.get(end), sample.fetch_bytes_per_s or None)
+                rate = mean_after(rates.get(end), sample.fetch_bytes_per_s or None, of_rates=True)
                 if rate is not None:
                     rates[end] = rate
         for hop in hops:
@@ -386,8 +386,8 @@ def _device_after(known: OfDevice, sample: StageSample) -> OfDevice:
         create=mean_after(known.create, sample.create_s),
         context=mean_after(known.context, sample.context_s),
         libraries=mean_after(known.libraries, sample.libraries_s),
-        load=mean_after(known.load, sample.load_bytes_per_s or None),
-        compute=mean_after(known.compute, sample.operations_per_s or None),
+        load=mean_after(known.load, sample.load_bytes_per_s or None, of_rates=True),
+        compute=mean_after(known.compute, sample.operations_per_s or None, of_rates=True),
         overhead=mean_after(known.overhead, sample.overhead_s),
         probe=known.probe,
     )
