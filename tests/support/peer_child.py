@@ -1,9 +1,9 @@
 """An engine's process with one device, joined to another one of the same host, and the pair of
 them.
 
-``python peer_child.py ROLE OPTIONS``, the options in JSON: ``driver`` is that of a fake device, empty
-for CUDA's. Each says at which port its door is, reads the other one's, and says at last what it
-found; all of it in lines of JSON.
+``python peer_child.py ROLE OPTIONS``, the options in JSON: ``driver`` is that of a fake device,
+empty for CUDA's. Each says at which port its door is, reads the other one's, and says at last what
+it found; all of it in lines of JSON.
 """
 
 import json
@@ -67,8 +67,7 @@ class Child:
             # A granule has room for thousands of the small models' tokens.
             self.arena.whole_granules = False
             native = self.arena.native
-        if options.get("all", True):
-            device_path.LEAST_BYTES = 1
+        device_path.LEAST_BYTES = 1
         self.devices = Devices(PeerMemory(native, self.device), self.ways.append)
         self.me = HERE if options["first"] else THERE
         self.other = THERE if options["first"] else HERE
@@ -102,7 +101,7 @@ def bytes_of(stage: Stage) -> int:
     return parameter_bytes(decoder_of(SPEC), stage, DTYPE) + kv_bytes
 
 
-def add(engine: Engine, instance: InstanceId, *, prefix: int = 0) -> None:
+def add(engine: Engine, instance: InstanceId) -> None:
     for number, length in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(number)
         prompt = torch.randint(SPEC.vocab_size, (length,), generator=generator).tolist()
@@ -113,8 +112,7 @@ def add(engine: Engine, instance: InstanceId, *, prefix: int = 0) -> None:
 
 def run(engine: Engine, done: Callable[[dict[str, list[int]]], bool]) -> dict[str, list[int]]:
     """Steps until it holds of the tokens by request."""
-    tokens: dict[str, list[int]] = {}
-    return step(engine, tokens, done)
+    return step(engine, {}, done)
 
 
 def step(
