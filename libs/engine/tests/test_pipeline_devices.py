@@ -1,5 +1,5 @@
-"""A pipeline whose stages have a device each, fake ones: hidden states, KV that is asked for, and KV
-of requests that moved here, all of it by mapped memory.
+"""A pipeline whose stages have a device each, fake ones: hidden states, and KV that is asked for,
+by mapped memory.
 """
 
 import random

@@ -94,7 +94,7 @@ def shared(
     per_layer = tokens * spec.kv_bytes_per_token(Stage(layer, layer + 1), resident.dtype)
     at_once = DEVICE_READ_BYTES if on_device else READ_BYTES
     layers = Stage(layer, min(layer + max(1, at_once // per_layer), spec.num_layers))
-    copies = resident.kv.copied(layers, blocks, 0, tokens)
+    copies = resident.kv.copy(layers, blocks, 0, tokens)
     return layers, settled(copies) if on_device else copies.cpu()
 
 

@@ -8,7 +8,8 @@
                   |                                                      |
     device 0  [ handle ) <--- the same memory, by its descriptor --------'      read and written over NVLink
 
-Copies have a stream of their own: they wait for nothing that the engine has its device do meanwhile.
+Copies have a stream of their own: they wait for nothing that the engine has its device do
+meanwhile.
 """
 
 import torch

@@ -121,10 +121,17 @@ class KvCache:
                 block.copy_(kept)
 
     def read(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """A copy, in the host's memory, of one request's keys and values: see ``copied``."""
-        return self.copied(layers, blocks, start, stop).cpu()
+        """What ``copy`` gives, in the host's memory.
 
-    def copied(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        Args:
+            layers: of the model, within the stage.
+            blocks: the request's, in order of positions.
+            start: first position.
+            stop: position after the last one.
+        """
+        return self.copy(layers, blocks, start, stop).cpu()
+
+    def copy(self, layers: Stage, blocks: Sequence[int], start: int, stop: int) -> Tensor:
         """A copy, on the cache's own device, of one request's keys and values.
 
         Args:
@@ -146,7 +153,7 @@ class KvCache:
     def write(
         self, layers: Stage, blocks: Sequence[int], start: int, keys_and_values: Tensor
     ) -> None:
-        """Stores what ``read`` or ``copied`` gave.
+        """Stores what ``read`` or ``copy`` gave.
 
         Args:
             layers: those that were read.

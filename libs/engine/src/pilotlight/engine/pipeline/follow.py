@@ -362,9 +362,7 @@ class PipelineFollower:
             self._send(frame)
             return
         layer = Stage(wanted.layer, wanted.layer + 1)
-        tensor = self._resident.kv.copied(
-            layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS
-        )
+        tensor = self._resident.kv.copy(layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS)
         self._send(
             pack(
                 KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor

@@ -47,7 +47,8 @@ ANSWER_S = 5.0
 MAX_ASKED = 64
 """Requests whose KV is asked for at once; others are computed."""
 ASKED_DEVICE_BYTES = 256 << 20
-"""Of what has come and not been taken up yet, on the device; the rest waits in the host's memory."""
+"""Of what has come and not been taken up yet, on the device; the rest waits in the host's
+memory."""
 RING_BYTES = 128 << 20
 """Of device memory by which an answer goes to an engine of the same host."""
 OFFERED_S = 0.1
