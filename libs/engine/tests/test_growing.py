@@ -27,6 +27,12 @@ def no_looking_out(monkeypatch):
     monkeypatch.setattr(lead, "LOOK_OUT_S", 0.0)
 
 
+@pytest.fixture
+def one_question_at_a_time(monkeypatch):
+    """Else a few layers are asked for, and handed over, in one step: no test meets it in between."""
+    monkeypatch.setattr(growth, "SETTLING_AT_ONCE", 1)
+
+
 @pytest.fixture(autouse=True)
 def small_answers(monkeypatch):
     """Two or three blocks of a layer an answer, so that a copy takes many."""
@@ -201,6 +207,7 @@ def test_requests_come_go_share_and_are_preempted_while_a_stage_grows(
             assert outputs[name] == tokens
 
 
+@pytest.mark.usefixtures("one_question_at_a_time")
 @pytest.mark.parametrize("state", GrowthState)
 def test_a_request_moves_in_with_its_kv_while_the_stage_grows(state, checkpoint, driver, prompts):
     model = checkpoint("llama", 1)
@@ -232,6 +239,7 @@ def test_a_request_moves_in_with_its_kv_while_the_stage_grows(state, checkpoint,
     assert outputs == {"a": model.greedy(prompts[2], 120), "b": model.greedy(prompts[1], 60)}
 
 
+@pytest.mark.usefixtures("one_question_at_a_time")
 @pytest.mark.parametrize("state", GrowthState)
 def test_the_leader_goes_on_alone_when_another_stage_dies_before_it_has_everything(
     state, checkpoint, driver, prompts

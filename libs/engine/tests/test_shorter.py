@@ -36,6 +36,12 @@ WAYS = [
 """Stages, and what remains of them: by index, with the longer range."""
 
 
+@pytest.fixture
+def one_question_at_a_time(monkeypatch):
+    """Else a few layers are asked for, and handed over, in one step: no test meets it in between."""
+    monkeypatch.setattr(growth, "SETTLING_AT_ONCE", 1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting():
     """All stages take turns in one thread, and a copy takes many answers."""
@@ -319,6 +325,7 @@ def test_a_ring_that_breaks_before_it_runs_is_made_again(closed, checkpoint, dri
 
 
 @pytest.mark.parametrize("dead", [1, 2, 3])
+@pytest.mark.usefixtures("one_question_at_a_time")
 @pytest.mark.parametrize("state", list(GrowthState)[1:])
 def test_a_stage_that_dies_meanwhile_ends_the_requests(state, dead, checkpoint, driver, prompts):
     """They go on elsewhere, from their tokens; what is left can join anew."""

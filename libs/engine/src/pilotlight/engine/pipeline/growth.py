@@ -45,8 +45,17 @@ class GrowthState(Enum):
     HANDING_OVER = auto()
 
 
+SETTLING_AT_ONCE = 8
+"""Questions that are under way while no batch is: the pause is one way round the ring, not one for
+each layer. Fewer than a channel's window."""
+
+
 class Growth:
-    """The leader's side. One question is under way at a time."""
+    """The leader's side. One question is under way at a time while batches run.
+
+    All travel in one order: answers come back in the order of the questions, and before
+    ``LeaderRuns``, which follows the last one.
+    """
 
     def __init__(
         self, resident: ResidentStage, target: Stage, ring: ShorterRing | None = None
@@ -71,7 +80,8 @@ class Growth:
         self._round: tuple[int, ...] = ()
         """What is left of the first round of a layer. What batches change meanwhile is no part of
         it."""
-        self._asked = False
+        self.asked = 0
+        """Answers that are on their way."""
         self._at_most = self._blocks_of(COPY_BYTES)
         """Blocks of one answer."""
 
@@ -85,12 +95,14 @@ class Growth:
         """``next_frame`` would give one."""
         if self.state is GrowthState.PLACING:
             return self._resident.parameters.complete
-        return not self._asked
+        if self.state is GrowthState.SETTLING:
+            return self.asked < SETTLING_AT_ONCE
+        return not self.waits
 
     @property
     def waits(self) -> bool:
-        """An answer is on its way."""
-        return self._asked
+        """An answer, or ``LeaderRuns``, is on its way."""
+        return self.asked > 0 or self.state is GrowthState.HANDING_OVER
 
     @property
     def stop(self) -> int:
@@ -126,7 +138,7 @@ class Growth:
             return self._ask(*wanted)
         # Cached blocks that have no owner are not copied. What gets no owner from now on, is.
         self._resident.scheduler.forget_cached()
-        self.state, self._asked = GrowthState.HANDING_OVER, True
+        self.state = GrowthState.HANDING_OVER
         return pack(LeaderRuns(stop=self.stop))
 
     def _blocks_of(self, num_bytes: int) -> int:
@@ -136,7 +148,7 @@ class Growth:
 
     def _ask(self, layer: int, blocks: tuple[int, ...]) -> Frame:
         self._copies.take(layer, blocks)
-        self._asked = True
+        self.asked += 1
         return pack(KvWanted(layer=layer, blocks=blocks))
 
     def take_in(self, answer: KvCopied, frame: Frame) -> None:
@@ -146,14 +158,9 @@ class Growth:
             PeerLost: they were not, or do not fit.
         """
         resident, ring = self._resident, self.ring
-        if (
-            not self._asked
-            or self.state is GrowthState.HANDING_OVER
-            or answer.layer not in self._copies
-            or not fits(resident, answer)
-        ):
+        if not self.asked or answer.layer not in self._copies or not fits(resident, answer):
             raise PeerLost(f"KV blocks of layer {answer.layer} come that were not asked for")
-        self._asked = False
+        self.asked -= 1
         by_device = not isinstance(frame.payload, memoryview)
         self._at_most = self._blocks_of(DEVICE_COPY_BYTES if by_device else COPY_BYTES)
         if not keep_copy(resident, self._target, answer, frame):

@@ -222,8 +222,8 @@ class PipelineLead:
         return plan
 
     def _ask_for_kv(self, now_s: float) -> None:
-        """Takes the next step of a growth, if there is one."""
-        if self._growth is not None and (frame := self._growth.next_frame()) is not None:
+        """Takes the next steps of a growth, if there are any."""
+        while self._growth is not None and (frame := self._growth.next_frame()) is not None:
             if not self._under_way:
                 self._heard_s = now_s
             self._forward.send(frame, SEND_TIMEOUT_S)
@@ -248,7 +248,7 @@ class PipelineLead:
         if self._shorter is None:
             return
         if self._growth is not None and self._growth.ring is self._shorter:
-            self._unwanted += self._growth.waits
+            self._unwanted += self._growth.asked
             self._growth = None
         self._shorter.close()
         self._shorter = None
