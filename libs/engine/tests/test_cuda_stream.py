@@ -230,3 +230,23 @@ def test_what_was_ordered_ahead_ends_before_its_memory_goes(arena, checkpoint, c
     counts = arena.copier.counts
     assert counts.direct_bytes + counts.ring_bytes - before == sum(sizes)
     memory.close()
+
+
+def test_parts_in_the_background_are_placed_when_they_have_arrived(
+    arena, checkpoint, clock, monkeypatch
+):
+    """Until then nothing waits for them: batches run beside."""
+    model = checkpoint("llama")
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    first, second, *_ = parameters.parts
+    with monkeypatch.context() as patched:
+        patched.setattr(Copier, "is_over", lambda *_: False)
+        placed = parameters.place(first, model.parts[first], clock, background=True)
+        assert (placed.waits, placed.ready) == (True, False)
+        assert first not in parameters
+        assert not parameters.place(second, model.parts[second], clock).waits, "it is waited for"
+        assert second in parameters
+    while parameters.place(first, model.parts[first], clock, background=True).waits:
+        pass
+    assert first in parameters

@@ -129,11 +129,8 @@ class ResidentStage:
     @property
     def complete(self) -> bool:
         """Every part of the layers that it runs is in place."""
-        placed = self.parameters
-        return placed.complete or (
-            self.target is not None
-            and all(part in placed for part in self.spec.parts_of(self.stage))
-        )
+        placed, own = self.parameters, self.spec.parts_of(self.stage)
+        return placed.complete or (self.target is not None and all(one in placed for one in own))
 
     @property
     def has_work(self) -> bool:

@@ -38,6 +38,8 @@ class PlacedPart:
     """From the checkpoint's dtype into the stage's."""
     ready: bool
     """Every part of the stage is in place now."""
+    waits: bool = False
+    """It is not in place: its copies go on in the background, and it has to be placed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

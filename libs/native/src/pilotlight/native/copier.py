@@ -109,6 +109,10 @@ class Copier:
         """
         self._library.call("copier_wait", self._pointer, ticket, timeout_s)
 
+    def is_over(self, ticket: int) -> bool:
+        """Whether ``wait_done`` would return, or raise, at once."""
+        return bool(self._library.get("copier_is_over", self._pointer, ticket))
+
     def order_before(self, ticket: int, stream: int, timeout_s: float = DEADLINE_S) -> None:
         """Has what comes to a stream from now on wait for an order; returns when that is on its
         way.

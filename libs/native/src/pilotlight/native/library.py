@@ -55,6 +55,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "copier_unpin": (c_int, (c_void_p, c_uint64)),
     "copier_submit": (c_uint64, (c_void_p, _U64, c_int, c_int)),
     "copier_wait": (c_int, (c_void_p, c_uint64, c_double)),
+    "copier_is_over": (c_int, (c_void_p, c_uint64)),
     "copier_order_before": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "copier_counts": (None, (c_void_p, _U64, _U64, _U64, _U64)),
     "images_record": (c_int, (c_char_p,)),

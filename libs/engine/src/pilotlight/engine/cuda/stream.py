@@ -154,6 +154,10 @@ class Streamer:
         except NativeError as error:
             raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
 
+    def is_over(self, ticket: int) -> bool:
+        """Whether an order has arrived, or failed."""
+        return self._copier.is_over(ticket)
+
     def wait(self, ticket: int) -> None:
         """Returns when an order has arrived, or has failed: nothing is read or written for it."""
         with suppress(NativeError):
@@ -194,6 +198,11 @@ class OrderedCopies:
     def __init__(self, streamer: Streamer, ticket: int) -> None:
         self._streamer = streamer
         self._ticket = ticket
+
+    @property
+    def arrived(self) -> bool:
+        """See ``Ordered.arrived``."""
+        return self._streamer.is_over(self._ticket)
 
     def finish(self, monotonic_s: Callable[[], float], *, last: bool) -> float:
         """See ``Ordered.finish``.

@@ -18,6 +18,11 @@ aligned."""
 class Ordered(Protocol):
     """Copies that go on by themselves."""
 
+    @property
+    def arrived(self) -> bool:
+        """``finish`` would not wait."""
+        ...
+
     def finish(self, monotonic_s: Callable[[], float], *, last: bool) -> float:
         """As the end of ``PartCopier.fill``; how long it waited."""
         ...

@@ -75,7 +75,8 @@ class Parameters:
             tensors: all of the part's, named as in the checkpoint.
             monotonic_s: a clock, in seconds.
             following: the part that is placed next, if it has come.
-            background: gives way to everything else that the device does.
+            background: gives way to everything else that the device does, and nothing waits for it:
+                where the device copies by itself, what has not arrived is to be placed again.
 
         Raises:
             BadCheckpoint: the tensors are not exactly those that the architecture has in this part.
@@ -91,6 +92,9 @@ class Parameters:
         if following is not None:
             with suppress(BadCheckpoint):  # Said when it is placed.
                 self._order(*following, background=background)
+        ordered = self._ordered.get(part)
+        if background and ordered is not None and not ordered.arrived:
+            return PlacedPart(copy_s=0.0, convert_s=0.0, ready=False, waits=True)
         last = len(self._placed) + 1 == len(self.parts)
         ordered = self._ordered.pop(part, None)
         if ordered is not None:

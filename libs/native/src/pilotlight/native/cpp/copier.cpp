@@ -150,6 +150,12 @@ class Copier {
         return fail(TIMED_OUT, "an order of copies is not done in " + std::to_string(seconds) + " s, and is withdrawn");
     }
 
+    // Whether a wait for an order would return at once.
+    bool is_over(std::uint64_t ticket) {
+        std::lock_guard guard(lock_);
+        return failed_ || withdrawn_.count(ticket) || completed_ticket_ >= ticket;
+    }
+
     // Work that comes to a stream from now on waits for an order that is on its way.
     int order_before(std::uint64_t ticket, CUstream stream, double seconds) {
         if (int failed = wait(ticket, false, seconds)) return failed;
@@ -355,6 +361,7 @@ PILOTLIGHT_EXPORT std::uint64_t pilotlight_copier_submit(Copier *copier, const s
 PILOTLIGHT_EXPORT int pilotlight_copier_wait(Copier *copier, std::uint64_t ticket, double seconds) {
     return copier->wait(ticket, true, seconds);
 }
+PILOTLIGHT_EXPORT int pilotlight_copier_is_over(Copier *copier, std::uint64_t ticket) { return copier->is_over(ticket); }
 PILOTLIGHT_EXPORT int pilotlight_copier_order_before(Copier *copier, std::uint64_t ticket, CUstream stream, double seconds) {
     return copier->order_before(ticket, stream, seconds);
 }

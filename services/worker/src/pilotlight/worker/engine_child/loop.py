@@ -12,8 +12,7 @@ import structlog
 
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
-from pilotlight.common.errors import EngineFailed as EngineFailedError
-from pilotlight.common.errors import PilotlightError, RestoreFailed, error_of
+from pilotlight.common.errors import RestoreFailed, error_of
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import (
@@ -29,6 +28,7 @@ from pilotlight.common.messages.engine import (
     Run,
     Shutdown,
     StageFailed,
+    StageLoaded,
     StageOpened,
     StageUnloaded,
     ToEngine,
@@ -36,7 +36,6 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.common.messages.pipelines import CallOffExtend
 from pilotlight.common.phases import PhaseRecorder
-from pilotlight.engine.errors import EngineError
 from pilotlight.engine.faults import context_lost
 from pilotlight.engine.results import StepResult
 from pilotlight.engine.watching import listen
@@ -52,6 +51,7 @@ from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
 from pilotlight.worker.engine_child.prefills import Prefills
 from pilotlight.worker.engine_child.slate import Slate, mark_of
 from pilotlight.worker.engine_child.stages import LoadingEngine, StageLoads, pause_blocking
+from pilotlight.worker.engine_child.told import end_of, told_of
 
 if TYPE_CHECKING:
     from pilotlight.engine.kv_pieces import KvPiece
@@ -60,6 +60,8 @@ log = structlog.get_logger()
 
 RECEIVE_BYTES = 1024 * 1024
 LAST_WORDS_S = 1.0
+COPYING_S = 0.001
+"""How often a part whose copies go on is looked at, where there is nothing else to do."""
 
 
 class StepEngine(LoadingEngine, PipelineEngine, SharingEngine, Protocol):
@@ -116,10 +118,11 @@ class ChildLoop:
         self._loads = StageLoads(engine, clock, faults, self._phases, pins)
         self._neighbours = neighbours or Neighbours(clock.monotonic_s)
         self._kv = self._neighbours.kv
-        self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, _told)
+        self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, told_of)
         self._pins = pins
         self._parts: deque[tuple[PlacePart, float]] = deque()
         """Each with the time since when it is ready."""
+        self._copying = False  # The first of them is on its way to the device.
         self._prefills = Prefills(self._phases)
         self._slate = slate or Slate()
         """Where the worker looks for what is being done."""
@@ -141,8 +144,8 @@ class ChildLoop:
         listen(self._turn_to)
         self._send(up)
         while not self._ended:
-            busy = bool(self._parts) or self._engine.has_work
-            idle = not busy and not self._loads.any
+            busy = (bool(self._parts) and not self._copying) or self._engine.has_work
+            idle = not (busy or self._loads.any)
             pins = idle and self._pins is not None and self._pins.waiting
             proof = idle and self._loads.restoring.due
             self._receive(0 if busy or pins or proof else self._idle_s())
@@ -162,6 +165,8 @@ class ChildLoop:
                 self._step()
 
     def _idle_s(self) -> float | None:
+        if self._copying and self._parts:
+            return COPYING_S
         due_s = self._engine.due_s
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
@@ -245,7 +250,10 @@ class ChildLoop:
             else:
                 self._fail(command.instance_id, error)
             return
-        if loaded is not None:
+        self._copying = loaded is False
+        if self._copying:
+            self._parts.appendleft((command, ready_s))
+        elif isinstance(loaded, StageLoaded):
             placed_s = max(
                 (phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s()
             )
@@ -267,7 +275,7 @@ class ChildLoop:
         self._engine.drop(instance_id)
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
-        code, message = _told(error)
+        code, message = told_of(error)
         log.error(
             "stage failed",
             action="stage_failed",
@@ -286,7 +294,7 @@ class ChildLoop:
     def _abort(self, command: Abort) -> None:
         self._engine.abort(command.request_id, command.attempt)
         if run := self._kv.call_off(RequestKey(command.request_id, command.attempt)):
-            self._refused.append(_end_of(run, FinishReason.CANCELLED))
+            self._refused.append(end_of(run, FinishReason.CANCELLED))
 
     def _add(self, command: Run, sent_s: float, pieces: "Sequence[KvPiece]" = ()) -> None:
         self._loads.restoring.make_way(self._engine)
@@ -314,7 +322,7 @@ class ChildLoop:
             if pieces:  # There may be room for it later, and what does not fit is computed.
                 self._add(command, sent_s)
             else:
-                self._refused.append(_end_of(command, FinishReason.ERROR, *_told(error)))
+                self._refused.append(end_of(command, FinishReason.ERROR, *told_of(error)))
 
     def _step(self) -> None:
         """One batch; what it raises ends the process."""
@@ -368,7 +376,7 @@ def last_words(connection: socket.socket, error: Exception) -> None:
     Raises:
         OSError: the parent is gone, too.
     """
-    code, message = _told(error)
+    code, message = told_of(error)
     # A parent that reads nothing must not keep it.
     connection.settimeout(LAST_WORDS_S)
     connection.sendall(frame(Timed(EngineFault(code=code, message=message))))
@@ -378,23 +386,3 @@ def _raise_if_lost(error: Exception) -> None:
     """Raise an error after which the process can do nothing more, or is not to be trusted."""
     if context_lost(error) or getattr(error, "code", "") == RestoreFailed.code:
         raise error
-
-
-def _told(error: Exception) -> tuple[str, str]:
-    """Code and sentence for the worker."""
-    match error:
-        case EngineError() | PilotlightError():
-            return error.code, error.message
-        case _:
-            return EngineFailedError.code, f"{type(error).__name__}: {error}"
-
-
-def _end_of(command: Run, finish: FinishReason, code: str = "", message: str = "") -> Produced:
-    return Produced(
-        request_id=command.request_id,
-        attempt=command.attempt,
-        position=len(command.output_ids),
-        finish=finish,
-        code=code,
-        message=message,
-    )

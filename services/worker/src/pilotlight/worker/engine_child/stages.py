@@ -152,8 +152,9 @@ class StageLoads:
 
     def place(
         self, command: PlacePart, ready_s: float, following: PlacePart | None = None
-    ) -> StageLoaded | None:
-        """Copy a part; the answer when it was the last of a load.
+    ) -> StageLoaded | bool:
+        """Copy a part; the answer when it was the last of a load, else whether it is in place: one
+        whose copies go on beside batches is to be placed again.
 
         Args:
             command: Of which stage and part.
@@ -179,6 +180,8 @@ class StageLoads:
             _sources(load.pool, command),
             _behind(load.pool, instance_id, following),
         )
+        if placed.waits:
+            return False
         if self._pins is not None and command.tensors:
             ends = [place.offset + place.size_bytes for place in command.tensors]
             self._pins.want(min(place.offset for place in command.tensors), max(ends))
@@ -187,7 +190,7 @@ class StageLoads:
         if placed.convert_s > 0:
             self._phases.record(instance_id, PhaseName.CONVERT, end_s - placed.convert_s, end_s)
         if not placed.ready or load.grows:
-            return None
+            return True
         recorded = self.graphs.loaded(instance_id)
         del self._loads[instance_id]
         phases = tuple(self._phases.take(instance_id).phases)

@@ -1,0 +1,28 @@
+"""What the engine child says of errors, and of requests that it did not take."""
+
+from pilotlight.common.errors import EngineFailed as EngineFailedError
+from pilotlight.common.errors import PilotlightError
+from pilotlight.common.messages.engine import Produced, Run
+from pilotlight.engine.errors import EngineError
+from pilotlight.policy.request import FinishReason
+
+
+def told_of(error: Exception) -> tuple[str, str]:
+    """Code and sentence for the worker."""
+    match error:
+        case EngineError() | PilotlightError():
+            return error.code, error.message
+        case _:
+            return EngineFailedError.code, f"{type(error).__name__}: {error}"
+
+
+def end_of(command: Run, finish: FinishReason, code: str = "", message: str = "") -> Produced:
+    """The end of a request that ran nothing here."""
+    return Produced(
+        request_id=command.request_id,
+        attempt=command.attempt,
+        position=len(command.output_ids),
+        finish=finish,
+        code=code,
+        message=message,
+    )
