@@ -28,7 +28,7 @@ RENEW_S = 0.7
 IDLE_S = 1.5
 """Silence in the middle of a transaction that locks the lease's row, after which the database ends
 it: less than a lease."""
-DEADLINE_S = 0.8
+DEADLINE_S = 1.0
 """For one try to take, renew or give back."""
 
 _lease = tables.lease
