@@ -24,7 +24,7 @@ from pilotlight.policy.ids import Epoch
 
 LEASE_S = 2.0
 """After this much silence of its holder any scheduler may take the lease."""
-RENEW_S = 0.7
+RENEW_S = 0.5
 IDLE_S = 1.5
 """Silence in the middle of a transaction that locks the lease's row, after which the database ends
 it: less than a lease."""
