@@ -22,13 +22,13 @@ from pilotlight.common.errors import NotLeader
 from pilotlight.common.waiting import within
 from pilotlight.policy.ids import Epoch
 
-LEASE_S = 2.0
+LEASE_S = 2.5
 """After this much silence of its holder any scheduler may take the lease."""
-RENEW_S = 0.7
-IDLE_S = 1.5
+RENEW_S = 1.0
+IDLE_S = 2.0
 """Silence in the middle of a transaction that locks the lease's row, after which the database ends
 it: less than a lease."""
-DEADLINE_S = 0.8
+DEADLINE_S = 1.0
 """For one try to take, renew or give back."""
 
 _lease = tables.lease

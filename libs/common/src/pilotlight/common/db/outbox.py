@@ -32,8 +32,7 @@ BATCH = 64
 LINGER_S = 0.05
 """So long a publication waits for more rows, ..."""
 BUSY_S = 0.2
-"""... where the one before it ended so lately: each is a transaction, and hundreds of events a second
-are told of in as many commits."""
+"""... where the one before it ended so lately: each is a transaction."""
 
 
 class Outbox:

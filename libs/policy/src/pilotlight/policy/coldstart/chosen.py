@@ -27,7 +27,7 @@ from pilotlight.policy.placement import Candidate
 from pilotlight.policy.plan import Placement, Scheme, Snapshot
 
 ALTERNATIVES = 1
-"""Other workers that a decision is shown beside, of each kind: each is predicted for every start."""
+"""Other workers that a decision is shown beside: each is predicted for every start."""
 SEARCH_STEPS = 2000
 """Of ``pilotlight``, for one start."""
 

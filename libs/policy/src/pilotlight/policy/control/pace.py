@@ -1,17 +1,17 @@
 """How many starts a tick begins: as many as fit into its time, by what the last one took.
 
 What a tick looks at whatever it begins is shared by more starts, and no tick keeps commands, rows
-and the lease waiting for long. A tick that begins one start costs a quarter more for it than one
-that begins eight, so that short ticks are cheap.
+and the lease waiting for long. What is shared is little: a start alone costs a tick 4.5 ms, one of
+eight 3.1, at 1,000 nodes.
 """
 
-AIM_S = 0.007
+AIM_S = 0.008
 """Ticks that are shorter may begin more, ..."""
-LIMIT_S = 0.010
+LIMIT_S = 0.012
 """... and those that are longer begin fewer: the slowest of a hundred takes twice as long."""
 MOST = 32
-LEAST = 2
-"""Of a leader on a slow machine."""
+LEAST = 4
+"""However slow the machine is: each turn has its own rows and its own look at what waits."""
 
 
 def next_starts(most: int, begun: int, tick_s: float, least: int) -> int:
