@@ -14,7 +14,8 @@ imported and its context made before the clock starts:
   scheduler;
 * ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that
   in an engine that has run a small model before the clock starts, as a worker's has;
-* ``cold-decode``: as ``cold-warm``, without the graphs of prompts.
+* ``cold-decode`` and ``cold-busy``: as ``cold-warm``, without the graphs of prompts, and without
+  rest: the other graphs are made before the first token.
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
@@ -54,6 +55,7 @@ WAYS = (
     "cold-plain",
     "cold-kernels",
     "cold-decode",
+    "cold-busy",
     "cold-warm",
 )
 SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
@@ -66,6 +68,7 @@ WHAT = {
     "cold-plain": "a cold start in an engine, without recorded graphs",
     "cold-kernels": "a cold start in an engine, with recorded graphs and kernels",
     "cold-decode": "a cold start in a warm engine, with recorded decode graphs and kernels",
+    "cold-busy": "a cold start in a warm engine that makes all graphs at once, with kernels",
     "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
 }
 Row = dict[str, Any]

@@ -39,7 +39,7 @@ from pilotlight.engine.cuda.compiled import pack
 from pilotlight.engine.cuda.graphs import SIZES, GraphSet, GraphSupplier, StageSteps
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
-from pilotlight.engine.cuda.restored import RestoredGraphs
+from pilotlight.engine.cuda.restored import REST_S, RestoredGraphs
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory, layout_of
 from pilotlight.engine.engine import Engine
@@ -152,8 +152,8 @@ class Capturing:
 class Watched(RestoredGraphs):
     """Says when graphs were ready, from when the stage has its memory, in milliseconds."""
 
-    def __init__(self, layout: GraphLayout, read: Callable[[], bytes]) -> None:
-        super().__init__(layout, read)
+    def __init__(self, layout: GraphLayout, read: Callable[[], bytes], rest_s: float) -> None:
+        super().__init__(layout, read, rest_s=rest_s)
         self._count = len(layout.digests)
 
     def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
@@ -180,12 +180,12 @@ class Watched(RestoredGraphs):
             time.sleep(LOOK_S)
 
 
-def restored(shape: str, folder: Path, *, prompts: bool = True) -> Watched:
+def restored(shape: str, folder: Path, *, prompts: bool = True, rest_s: float = REST_S) -> Watched:
     """The plan of a shape's recorded graphs, with those of prompts or without."""
     layout = decode_json((folder / f"{shape}.json").read_bytes(), GraphLayout)
     if not prompts:
         layout = replace(layout, prompts=())
-    return Watched(layout, (folder / f"{shape}.graphs").read_bytes)
+    return Watched(layout, (folder / f"{shape}.graphs").read_bytes, rest_s)
 
 
 def record(shape: str, folder: Path) -> dict[str, Any]:
@@ -310,6 +310,7 @@ def main() -> None:
         "cold": lambda: cold(shape, restored(shape, folder)),
         "cold-plain": lambda: cold(shape, None),
         "cold-kernels": lambda: cold(shape, restored(shape, folder), kernels),
+        "cold-busy": lambda: cold(shape, restored(shape, folder, rest_s=0.0), kernels, warm=True),
         "cold-decode": lambda: cold(
             shape, restored(shape, folder, prompts=False), kernels, warm=True
         ),

@@ -54,9 +54,11 @@ async def outputs(
     try:
         if archive is not None:
             file.write(archive)
-        await session.start()
+        up = await session.start()
+        assert up.environment is not None
         path = file.path if archive is not None else "/nonexistent" if manifest else ""
-        await session.load(pool.model, needed_bytes(pool.model), manifest, path)
+        device_bytes = needed_bytes(pool.model, up.environment)
+        await session.load(pool.model, device_bytes, manifest, path)
         return [tokens for rows in BATCHES for tokens in await batch(session, rows)]
     finally:
         await session.close()

@@ -55,8 +55,10 @@ async def ran(
     try:
         file.write(archive)
         precomputed = Precomputed(kernels=file.path if archive else "", only=only)
-        await session.start()
-        await session.load(pool.model, needed_bytes(pool.model), manifest, precomputed=precomputed)
+        up = await session.start()
+        assert up.environment is not None
+        device_bytes = needed_bytes(pool.model, up.environment)
+        await session.load(pool.model, device_bytes, manifest, precomputed=precomputed)
         vocab = pool.model.spec.vocab_size
         prompts = [[(31 * one + 7 * place) % vocab for place in range(one)] for one in PROMPTS]
         outputs: list[list[int]] = []

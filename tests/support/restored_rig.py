@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pilotlight.engine.cuda.fitting import places_of
+from pilotlight.engine.cuda.fitting import GraphsRefused, places_of
 from pilotlight.engine.cuda.graphs import SIZES, GraphStep, GraphSupplier, Kind
 from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.engine.cuda.trials import digest_of
@@ -94,6 +94,8 @@ class StandInDevice:
         self.fails: dict[int, NativeError] = {}
         self.closed = False
         self.launched: list[int] = []
+        self.when: dict[int, list[int]] = {}
+        """What had been launched when each was made."""
         self.loaded: list[int] = []
         """Of which kernels were loaded before they were made."""
         self.nowhere: dict[int, str] = {}
@@ -121,6 +123,7 @@ class StandInDevice:
         if rows in self.fails:
             raise self.fails[rows]
         self.built.append(rows)
+        self.when[rows] = list(self.launched)
         self.spent_ms = {**self.spent_ms, "nodes": self.spent_ms["nodes"] + 2.0}
 
     def launch(self, rows: int) -> None:
@@ -159,6 +162,7 @@ class RestoredRig:
         *,
         prompts: tuple[int, ...] = (),
         wait_s: float = DEADLINE_S,
+        rest_s: float = 0.0,
     ) -> None:
         self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
         lengths = tuple(map(prompt_size, prompts))
@@ -166,7 +170,7 @@ class RestoredRig:
         self.read: Callable[[], bytes] = lambda: b"archive"
         self.open: Callable[[], Any] = lambda: self.device
         self.slot = 3
-        self.wait_s = wait_s
+        self.wait_s, self.rest_s = wait_s, rest_s
         self.layout = GraphLayout(
             slot=3,
             places=places_in(places_of(self.steps)),
@@ -196,6 +200,7 @@ class RestoredRig:
             open_archive=lambda memory, archive: self.open(),
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
+            rest_s=self.rest_s,
             uses=self.uses,
         )
         memory = SimpleNamespace(
@@ -219,3 +224,26 @@ class RestoredRig:
         self.device.go()
         if self.plan is not None:
             self.plan.close()
+
+
+def settled(rig: RestoredRig) -> None:
+    """The thread has nothing to do any more."""
+    assert rig.plan is not None
+    assert rig.plan._thread is not None
+    rig.plan._thread.join(DEADLINE_S)
+    assert not rig.plan._thread.is_alive()
+
+
+def unreadable(rig: RestoredRig) -> None:
+    """Its archive is not what the artifact says."""
+
+    def read() -> bytes:
+        raise GraphsRefused("graphs_digest", "flipped")
+
+    rig.read = read
+
+
+def plan_of(rig: RestoredRig) -> Any:
+    """That of which it has begun."""
+    assert rig.plan is not None
+    return rig.plan

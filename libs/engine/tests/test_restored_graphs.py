@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from restored_rig import DEADLINE_S, POOL_BYTES, WHOLE, RestoredRig, places_in
+from restored_rig import (
+    DEADLINE_S,
+    POOL_BYTES,
+    WHOLE,
+    RestoredRig,
+    places_in,
+    plan_of,
+    settled,
+    unreadable,
+)
 
-from pilotlight.engine.cuda.fitting import GraphsRefused
 from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.native.library import AddressTaken, NativeError, OutOfMemory
-from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.materialized import Trial
 from pilotlight.policy.model import Stage
 
@@ -32,14 +39,6 @@ def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
     return thread, found
-
-
-def settled(rig: RestoredRig) -> None:
-    """The thread has nothing to do any more."""
-    assert rig.plan is not None
-    assert rig.plan._thread is not None
-    rig.plan._thread.join(DEADLINE_S)
-    assert not rig.plan._thread.is_alive()
 
 
 def test_graphs_come_by_size_and_each_is_proved_before_its_first_use(rig: RestoredRig) -> None:
@@ -90,39 +89,6 @@ def test_other_steps_are_captured(rig: RestoredRig) -> None:
     assert rig.capture.asked == [Kind(Stage(0, 2), 2), Kind(WHOLE, 16, True), Kind(WHOLE, 8)]
 
 
-@pytest.fixture
-def prompts() -> Iterator[RestoredRig]:
-    made = RestoredRig((1, 2), prompts=(16, 64))
-    yield made
-    made.end()
-
-
-def test_prompts_come_behind_decode_steps_and_are_proved_as_they_are(prompts: RestoredRig) -> None:
-    plan = prompts.begin()
-    prompts.device.go()
-    settled(prompts)
-    assert prompts.device.built == [1, 2, prompt_size(16), prompt_size(64)]
-    assert prompts.supply(64) is None, "64 requests are no prompt of 64 tokens"
-    assert prompts.supply(64, Stage(0, 2), prompt=True) is None
-    step = prompts.supply(64, prompt=True)
-    assert step is not None
-    assert prompts.device.launched == [prompt_size(64)], "its trial"
-    assert (plan.news.ready, plan.news.proved) == (4, 1)
-    prompts.graph_set.uses = {Kind(WHOLE, 64, prompt=True): 5, Kind(WHOLE, 2): 7}
-    assert plan.uses == {2: 7, prompt_size(64): 5}
-
-
-def test_what_a_request_that_has_come_needs_goes_first(prompts: RestoredRig) -> None:
-    plan = prompts.begin(before=lambda: plan_of(prompts).expect(40))
-    assert prompts.told_before is False, "there may be none yet"
-    prompts.device.go()
-    settled(prompts)
-    assert prompts.device.built == [prompt_size(64), 1, 2, prompt_size(16)]
-    assert plan.expect(33), "its prompt has a graph"
-    assert not plan.expect(100), "that is longer than any"
-    assert not plan.expect(1)
-
-
 def test_no_more_kernels_are_loaded_ahead_once_the_stage_has_its_steps(rig: RestoredRig) -> None:
     begun, loading = threading.Event(), threading.Event()
 
@@ -168,36 +134,6 @@ def test_a_kernel_that_the_driver_refuses_ahead_ends_the_process(rig: RestoredRi
         rig.supply(1)
 
 
-def test_a_prompt_is_not_waited_for_once_graphs_are_refused(prompts: RestoredRig) -> None:
-    unreadable(prompts)
-    plan = prompts.begin()
-    settled(prompts)
-    assert not plan.expect(40)
-
-
-def test_a_prompt_that_gives_other_bits_for_its_trial_ends_the_process(
-    prompts: RestoredRig,
-) -> None:
-    wrong = (prompts.layout.prompts[0], Trial(rows=64, digest="0" * 64))
-    prompts.layout = replace(prompts.layout, prompts=wrong)
-    prompts.begin()
-    prompts.device.go()
-    assert prompts.supply(16, prompt=True) is not None
-    with pytest.raises(RestoreFailed, match="prompts of 64 rows gave"):
-        prompts.supply(64, prompt=True)
-
-
-def test_an_archive_may_have_more_than_its_layout_names(prompts: RestoredRig) -> None:
-    prompts.layout = replace(prompts.layout, prompts=())
-    plan = prompts.begin()
-    prompts.device.go()
-    settled(prompts)
-    assert (prompts.device.built, plan.news.refused) == ([1, 2], "")
-    assert prompts.supply(16, prompt=True) is None
-    assert prompts.capture.asked == [Kind(WHOLE, 16, prompt=True)]
-    assert not plan.expect(16)
-
-
 def test_an_address_of_nothing_refuses_what_is_not_made_yet(rig: RestoredRig) -> None:
     rig.device.nowhere[4] = "at 5"
     plan = rig.begin()
@@ -208,13 +144,6 @@ def test_an_address_of_nothing_refuses_what_is_not_made_yet(rig: RestoredRig) ->
     assert rig.supply(2) is not None
     assert rig.supply(4) is None
     assert rig.capture.asked == [Kind(WHOLE, 4)]
-
-
-def unreadable(rig: RestoredRig) -> None:
-    def read() -> bytes:
-        raise GraphsRefused("graphs_digest", "flipped")
-
-    rig.read = read
 
 
 def opened_with(error: Exception) -> Any:
@@ -362,11 +291,6 @@ def test_a_stage_that_never_has_steps_ends_the_thread(rig: RestoredRig) -> None:
     rig.begin(before=lambda: plan_of(rig).close())
     settled(rig)
     assert rig.device.built == []
-
-
-def plan_of(rig: RestoredRig) -> Any:
-    assert rig.plan is not None
-    return rig.plan
 
 
 def test_what_was_used_most_comes_first(rig: RestoredRig) -> None:

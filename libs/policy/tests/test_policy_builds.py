@@ -18,6 +18,8 @@ from pilotlight.policy.builds import (
     next_build,
     sources,
 )
+from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.cost import stage_room
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.materialized import Environment, Fingerprint
 from pilotlight.policy.testing import environment, model
@@ -109,8 +111,16 @@ def test_one_that_failed_waits_longer_each_time_unless_it_is_asked_for() -> None
 
 
 def test_a_model_that_does_not_fit_is_not_built_here() -> None:
-    assert chosen(AUTO, room_bytes=needed_bytes(MODEL)) == "a"
-    assert chosen(AUTO, room_bytes=needed_bytes(MODEL) - 1) is None
+    assert chosen(AUTO, room_bytes=needed_bytes(MODEL, HERE)) == "a"
+    assert chosen(AUTO, room_bytes=needed_bytes(MODEL, HERE) - 1) is None
+
+
+def test_on_a_gpu_a_build_has_room_for_what_whole_granules_waste() -> None:
+    on_gpu = replace(HERE, device_kind=DeviceKind.CUDA, granule_bytes=2 << 20)
+    wasted = needed_bytes(MODEL, on_gpu) - needed_bytes(MODEL, HERE)
+    room = stage_room(MODEL, MODEL.spec.whole, 2 << 20)
+    assert wasted == room.least_bytes - stage_room(MODEL, MODEL.spec.whole).least_bytes > 0
+    assert needed_bytes(MODEL, on_gpu) >= room.least_bytes
 
 
 def test_the_one_that_was_asked_for_first_goes_first() -> None:

@@ -17,6 +17,7 @@ from pilotlight.policy.graphs.restoring import (
     expect,
     next_graph,
     prompt_size,
+    rests,
     size_of,
     used,
 )
@@ -68,6 +69,23 @@ def test_what_requests_will_need_comes_behind_what_steps_wait_for() -> None:
     assert all_of(one) == [8, prompt_size(64), 1, 16, 2, 4, prompt_size(16)]
     done = ended(began(one, 1), 1, restored=True)
     assert expect(replace(done, expected=()), 1).expected == (), "what is ready is not expected"
+
+
+def test_others_wait_until_what_a_request_needs_has_run() -> None:
+    prompt = prompt_size(16)
+    one = Restoring(sizes=(*SIZES, prompt))
+    assert not rests(one, set()), "nobody is known to need anything"
+    one = expect(expect(one, prompt), 1)
+    for size in (prompt, 1):
+        assert not rests(one, set())
+        one = ended(began(one, size), size, restored=True)
+    assert rests(one, set())
+    assert rests(one, {prompt})
+    assert not rests(one, {prompt, 1})
+    _, waited = ask(one, 8, kernels_loaded=False)
+    assert not rests(waited, set()), "a step waits"
+    refused = ended(began(expect(Restoring(sizes=SIZES), 1), 1), 1, restored=False)
+    assert not rests(refused, set()), "what there is no memory for never runs"
 
 
 def test_a_step_of_many_rows_is_no_prompt() -> None:

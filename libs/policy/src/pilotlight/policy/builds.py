@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.materialized import Environment, Fingerprint
 from pilotlight.policy.model import Model
@@ -149,7 +150,7 @@ def next_build(
             asked_s is None or asked_s <= newest.get(one.model.digest, 0.0)
         ):  # 2
             continue
-        if needed_bytes(one.model) > room_bytes:  # 3
+        if needed_bytes(one.model, environment) > room_bytes:  # 3
             continue
         build = builds.get(fingerprint.digest)
         if build is not None and not _may_begin(build, asked_s, now_s):  # 4
@@ -163,17 +164,22 @@ def next_build(
     return model, fingerprint
 
 
-def needed_bytes(model: Model) -> int:
+def needed_bytes(model: Model, environment: Environment) -> int:
     """Of device memory, what a build takes: parameters, and KV for the profile's largest batch."""
     spec = model.spec
     kv_tokens = 2 * spec.max_context_tokens
     kv_bytes = kv_tokens * spec.kv_bytes_per_token(spec.whole, model.dtype)
-    return model.device_bytes(spec.whole) + min(kv_bytes, MAX_KV_BYTES) + SPARE_BYTES
+    on_gpu = environment.device_kind is DeviceKind.CUDA
+    # What whole granules waste at most: see ``cost.stage_room``.
+    granules = len(spec.parts_of(spec.whole)) + 2 * spec.num_layers if on_gpu else 0
+    wasted_bytes = granules * (environment.granule_bytes - 1)
+    needed = model.device_bytes(spec.whole) + min(kv_bytes, MAX_KV_BYTES)
+    return needed + wasted_bytes + SPARE_BYTES
 
 
 MAX_KV_BYTES = 1 << 30
 SPARE_BYTES = 1 << 20
-"""For a block of KV more, and what granules waste."""
+"""For a block of KV more."""
 
 
 def _may_begin(build: Build, asked_s: float | None, now_s: float) -> bool:

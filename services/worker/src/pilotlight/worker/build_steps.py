@@ -159,7 +159,8 @@ async def _first(work: _Build, claimed: ClaimedBuild, *, kernels: bool) -> Artif
     Raises:
         PilotlightError: the model does not run.
     """
-    model, device_bytes = work.model, needed_bytes(work.model)
+    model = work.model
+    device_bytes = needed_bytes(model, claimed.fingerprint.environment)
     session, recorded = work.make_session(note_kernels=kernels), None
     try:
         await work.told("start", 0.0)
@@ -288,10 +289,11 @@ async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
                 f"a second process gave {output}, and {list(canary.output_ids)} was recorded"
             )
         if artifact.graphs is not None:
-            said, wanted = session.graphs, len(artifact.graphs.digests)
-            if said is None or said.proved != wanted:
+            said, layout = session.graphs, artifact.graphs
+            if said is None or said.proved != len(layout.digests):
                 field = said.refused if said is not None else ""
-                raise LeftOut(GRAPHS, field or "unproved", f"{said}, and {wanted} were recorded")
+                recorded = f"{len(layout.trials)} steps and {len(layout.prompts)} prompts"
+                raise LeftOut(GRAPHS, field or "unproved", f"{said}, and {recorded} were recorded")
         if artifact.compiled is not None:
             await _tour(session, work.model, room_tokens)
             _check_kernels(session.kernels, await session.unload())

@@ -42,6 +42,7 @@ from pilotlight.policy.graphs.restoring import (
     expect,
     next_graph,
     prompt_size,
+    rests,
 )
 from pilotlight.policy.materialized import GraphLayout
 
@@ -50,6 +51,8 @@ log = structlog.get_logger()
 _NOW_S = SystemClock().monotonic_s
 WAIT_S = 2.0
 """A step waits no longer for its graph: then it runs eagerly, and the next one asks again."""
+REST_S = 1.0
+"""So long others wait at most until what a request needs has run: weights may come from afar."""
 CLOSE_S = 10.0
 """For the graph that is being made when the stage goes."""
 POISON = 0xFF
@@ -81,6 +84,7 @@ class RestoredGraphs:
         open_archive: Callable[[StageMemory, bytes], GraphDevice] = ArchiveOnDevice,
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
+        rest_s: float = REST_S,
         uses: Mapping[int, int] | None = None,
         monotonic_s: Callable[[], float] = _NOW_S,
     ) -> None:
@@ -92,6 +96,7 @@ class RestoredGraphs:
             open_archive: reads an archive on the device that a stage's memory is on.
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
+            rest_s: see ``REST_S``.
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
@@ -100,7 +105,7 @@ class RestoredGraphs:
         self._read = read
         self._open = open_archive
         self._capture = capture
-        self._wait_s = wait_s
+        self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._running = self._closing = False
@@ -110,7 +115,7 @@ class RestoredGraphs:
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
-        self._proved = 0
+        self._proved: set[int] = set()
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
         self._memory: StageMemory | None = None
@@ -127,7 +132,7 @@ class RestoredGraphs:
             refused, broken = self._refused, self._broken
             return RestoreNews(
                 ready=len(self._order.ready),
-                proved=self._proved,
+                proved=len(self._proved),
                 refused="driver" if broken else refused.field if refused else "",
                 message=str(broken or refused or ""),
             )
@@ -196,8 +201,7 @@ class RestoredGraphs:
 
     def expect(self, tokens: int) -> bool:
         """See ``GraphSupplier``: its prompt comes next, then a decode step of one row."""
-        rows = length_for(tokens)
-        sizes = (1,) if rows is None else (prompt_size(rows), 1)
+        sizes = (1,) if (rows := length_for(tokens)) is None else (prompt_size(rows), 1)
         with self._changed:
             for size in sizes:
                 self._order = expect(self._order, size)
@@ -264,7 +268,8 @@ class RestoredGraphs:
                 f"and {recorded[:16]} was recorded"
             )
         with self._changed:
-            self._proved += 1
+            self._proved.add(size)
+            self._changed.notify_all()
 
     def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
         """What is wrong with the stage is told, whatever the archive is."""
@@ -377,12 +382,17 @@ class RestoredGraphs:
 
     def _next(self) -> int | None:
         with self._changed:
+            if not self._changed.wait_for(self._goes_on, self._rest_s):
+                self._rest_s = 0.0
             size = None if self._closing else next_graph(self._order)
             if size is None:
                 self._running = False
             else:
                 self._order = began(self._order, size)
             return size
+
+    def _goes_on(self) -> bool:
+        return self._closing or not rests(self._order, self._proved)
 
     def _ended(self, size: int, restored: bool) -> None:
         with self._changed:

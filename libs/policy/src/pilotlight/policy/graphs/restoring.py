@@ -11,7 +11,7 @@ value; the thread asks ``next_graph`` and says what it began and ended.
                              and what a request will need before what nobody is known to need
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -98,6 +98,15 @@ def next_graph(restoring: Restoring) -> int | None:
             return size
     left = [size for size in restoring.sizes if _is_open(restoring, size)]
     return min(left, key=lambda size: (-restoring.uses.get(size, 0), size), default=None)  # 3
+
+
+def rests(restoring: Restoring, proved: Set[int]) -> bool:
+    """Whether the others can wait: all that steps and requests are known to need is there, and some
+    of it has not run yet. Graphs that are made meanwhile keep copies and first steps waiting.
+    """
+    following = next_graph(restoring)
+    needed = {*restoring.asked, *restoring.expected}
+    return following not in needed and bool((needed & restoring.ready) - proved)
 
 
 def ask(restoring: Restoring, rows: int, kernels_loaded: bool) -> tuple[Run, Restoring]:
