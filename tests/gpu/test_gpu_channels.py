@@ -41,6 +41,12 @@ def test_payloads_arrive_bit_for_bit(shown: tuple[str, str], record_property: Re
     print(json.dumps({"devices": len(set(shown)), "speeds": sent["speeds"]}))
 
 
+def test_what_was_sent_is_there_when_the_sender_died(shown: tuple[str, str]) -> None:
+    gone, here = pair(("vanishes", "remains"), shown)
+    assert gone["carries"]
+    assert here["equal"]
+
+
 def test_a_pipeline_says_what_one_engine_says_and_becomes_one(shown: tuple[str, str]) -> None:
     lead, follower = pair(("leads", "follows"), shown)
     assert (lead["wrong"], lead["alone"]) == ([], True)

@@ -48,6 +48,7 @@ PROMPTS = (5, 40, 17, 130)
 MAX_TOKENS = 60
 DEADLINE_S = 150
 SHAPES = ((1,), (3, 5), (257, 129), (1 << 20,), (2, 3, 5, 7 * 11 * 13 * 17))
+LAST = (Dtype.BFLOAT16, (1 << 22,), 99)
 NOTHING = memoryview(b"")
 
 
@@ -217,6 +218,29 @@ def takes(child: Child) -> dict[str, Any]:
     return {"wrong": wrong, "on_host": on_host, "payloads": len(all_payloads())}
 
 
+def vanishes(child: Child) -> dict[str, Any]:
+    """Sends, and is gone without a word: nothing is unmapped here."""
+    channel = child.connects("last words")
+    channel.offer_device()
+    carries = channel.carries_device(30)
+    channel.send(Frame(b"", frames.bytes_of(payload_of(*LAST).to(child.device))), 30)
+    print(json.dumps({"carries": carries}), flush=True)
+    os._exit(0)
+
+
+def remains(child: Child) -> dict[str, Any]:
+    channel = child.door.accept("last words", 60)
+    deadline_s = monotonic() + 60
+    while not channel.lost:
+        assert monotonic() < deadline_s
+        wait_for_any([channel], 0.1)
+    payload = channel.receive(0).payload
+    assert isinstance(payload, torch.Tensor)
+    equal = torch.equal(payload.cpu(), payload_of(*LAST).view(-1).view(torch.uint8))
+    channel.close()
+    return {"equal": equal}
+
+
 # A pipeline, and its consolidation.
 
 
@@ -352,7 +376,9 @@ def _line(child: subprocess.Popen[str]) -> str:
     return line
 
 
-ROLES = {one.__name__: one for one in (sends, takes, leads, follows, gives, asks)}
+ROLES = {
+    one.__name__: one for one in (sends, takes, vanishes, remains, leads, follows, gives, asks)
+}
 
 if __name__ == "__main__":
     child = Child(json.loads(sys.argv[2]))

@@ -26,6 +26,12 @@ def test_payloads_arrive_bit_for_bit(driver):
     assert {speed["way"] for speed in sent["speeds"]} == {"device", "host"}
 
 
+def test_what_was_sent_is_there_when_the_sender_died(driver):
+    gone, here = pair(("vanishes", "remains"), NO_DEVICES, driver=driver)
+    assert gone["carries"]
+    assert here["equal"]
+
+
 def test_a_pipeline_says_what_one_engine_says_and_becomes_one(driver):
     lead, follower = pair(("leads", "follows"), NO_DEVICES, driver=driver)
     assert (lead["wrong"], lead["alone"]) == ([], True)

@@ -46,7 +46,7 @@ class PeerMemory:
             descriptor, _, _ = arena.export(0)
         except NativeError as error:
             raise self._refused(arena, num_bytes, error) from error
-        return PeerWindow(arena, self._device), descriptor
+        return PeerWindow(arena, num_bytes, self._device), descriptor
 
     def map(self, descriptor: int, num_bytes: int) -> "PeerWindow":
         """See ``DeviceMemory.map``; whole granules."""
@@ -56,7 +56,7 @@ class PeerMemory:
             arena.adopt(0, num_bytes, descriptor)
         except NativeError as error:
             raise self._refused(arena, num_bytes, error) from error
-        return PeerWindow(arena, self._device)
+        return PeerWindow(arena, num_bytes, self._device)
 
     def _refused(
         self, arena: DeviceArena | None, num_bytes: int, error: NativeError
@@ -69,14 +69,18 @@ class PeerMemory:
 class PeerWindow:
     """A ``Window``."""
 
-    def __init__(self, arena: DeviceArena, device: torch.device) -> None:
+    def __init__(self, arena: DeviceArena, num_bytes: int, device: torch.device) -> None:
         self._arena = arena
+        kind, ordinal = dlpack_kind(device)
+        self._all = torch.from_dlpack(
+            arena.capsule(0, (num_bytes,), _DLPACK_UINT, _BITS, kind, ordinal)
+        )
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def write(self, offset: int, payload: Tensor) -> None:
         """See ``Window.write``."""
-        there = self._bytes(offset, payload.nbytes)
+        there = self._all[offset : offset + payload.nbytes]
         if self._stream is None:
             there.copy_(payload)
             return
@@ -86,7 +90,7 @@ class PeerWindow:
 
     def read(self, offset: int, num_bytes: int) -> Tensor:
         """See ``Window.read``."""
-        there = self._bytes(offset, num_bytes)
+        there = self._all[offset : offset + num_bytes]
         if self._stream is None:
             return there.clone()
         # The tensor is used on the stream that is current here: its memory is not given to another
@@ -108,9 +112,3 @@ class PeerWindow:
     def close(self) -> None:
         """See ``Window.close``."""
         self._arena.close()
-
-    def _bytes(self, offset: int, num_bytes: int) -> Tensor:
-        kind, ordinal = dlpack_kind(self._device)
-        return torch.from_dlpack(
-            self._arena.capsule(offset, (num_bytes,), _DLPACK_UINT, _BITS, kind, ordinal)
-        )
