@@ -1,0 +1,43 @@
+"""What a service asks (``ordered``) and what a simulator asks (``ranked``) have one answer: the
+live cache evicts as the evidence says.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from evicted_copies import SmallCache
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pilotlight.policy.eviction.base import EvictionCandidate
+from pilotlight.policy.eviction.choice import POLICIES, make_policy
+from pilotlight.policy.eviction.scored import ScoredPolicy
+
+CAPACITY = 60
+
+
+def as_reported(cache: SmallCache, last_s: dict[str, float]) -> Sequence[EvictionCandidate]:
+    """The copies as reports show them, with the time of their last use."""
+    return [replace(one, last_used_s=last_s[one.model]) for one in cache.resident.values()]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(st.integers(0, 10_000), st.integers(1, 400))
+def test_a_service_has_the_order_that_the_simulator_has(name: str, seed: int, asked: int) -> None:
+    rng = random.Random(seed)
+    cache = SmallCache(make_policy(name, CAPACITY), CAPACITY)
+    last_s: dict[str, float] = {}
+    for _ in range(asked):
+        number = min(int(rng.paretovariate(0.6)), 30)
+        cache.ask(f"m{number}", size_bytes=1 + number % 7, penalty_s=1.0 + number % 5)
+        last_s[f"m{number}"] = cache.now_s
+    if isinstance(cache.policy, ScoredPolicy) and cache.policy.renewed_per_access:
+        for one in cache.resident.values():  # Each score that is renewed in turn has its turn.
+            cache.policy.on_insert(one, cache.now_s)
+    ranked = cache.policy.ranked(cache.now_s)
+    wanted = list(ranked)
+    ranked.close()
+    found = cache.policy.ordered(as_reported(cache, last_s), cache.now_s)
+    assert [one.subject for one in found] == wanted
