@@ -374,6 +374,20 @@ class Books:
             if (node_id, digest) not in self._dropped and digest not in kept
         )
 
+    @property
+    def dropped(self) -> frozenset[tuple[NodeId, Digest]]:
+        """Copies that loaders have freed, though reports still show them."""
+        return frozenset(self._dropped)
+
+    @property
+    def awaited(self) -> frozenset[tuple[NodeId, Digest]]:
+        """Copies in host pools that a start reads, or will."""
+        return frozenset(
+            (grant.node_id, grant.digest)
+            for grant in self.grants.values()
+            if not self._is_loaded(grant)
+        )
+
     def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:
         """What a fetch would still take of the pool."""
         present = sum(copy.size_bytes for copy in self.copies(node) if copy.digest == digest)
