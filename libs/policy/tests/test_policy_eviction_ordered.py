@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from evicted_copies import SmallCache
+from evicted_copies import RULES, SmallCache, access, copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.policy.eviction.base import EvictionCandidate
+from pilotlight.policy.eviction.base import (
+    EvictionCandidate,
+    RoomRequest,
+    Scoring,
+    plan_eviction,
+)
 from pilotlight.policy.eviction.choice import POLICIES, make_policy
+from pilotlight.policy.eviction.rivals.structured import StructuredPolicy
 from pilotlight.policy.eviction.scored import ScoredPolicy
 
 CAPACITY = 60
@@ -41,3 +47,24 @@ def test_a_service_has_the_order_that_the_simulator_has(name: str, seed: int, as
     ranked.close()
     found = cache.policy.ordered(as_reported(cache, last_s), cache.now_s)
     assert [one.subject for one in found] == wanted
+    if isinstance(cache.policy, Scoring):
+        scores = [cache.policy.stated(one, cache.now_s) for one in found]
+        assert scores == sorted(scores), "what is recorded of victims agrees with their order"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_victim_says_its_score_and_those_of_what_would_have_gone_next(name: str) -> None:
+    policy = make_policy(name, CAPACITY)
+    copies = [copy(one, size_bytes=10, penalty_s=penalty) for one, penalty in (("a", 1), ("b", 9))]
+    for at_s, one in enumerate(copies):
+        policy.on_access(access(one.model, float(at_s)))
+        policy.on_insert(one, float(at_s))
+    room = RoomRequest(need_bytes=10, free_bytes=0, now_s=100.0)
+    (victim,) = plan_eviction(policy, room, copies, RULES).victims
+    (next_one,) = victim.spared
+    if isinstance(policy, StructuredPolicy):
+        assert (victim.score, next_one.score) == (None, None)
+    else:
+        assert victim.score is not None
+        assert next_one.score is not None
+        assert victim.score <= next_one.score

@@ -189,8 +189,14 @@ class CacheRepository:
                     "penalty_s": victim.penalty_s,
                     "arrivals_per_s": victim.arrivals_per_s,
                     "loss": victim.loss,
+                    "score": victim.score,
                     "spared": [
-                        {"model": one.model, "size_bytes": one.size_bytes, "loss": one.loss}
+                        {
+                            "model": one.model,
+                            "size_bytes": one.size_bytes,
+                            "loss": one.loss,
+                            "score": one.score,
+                        }
                         for one in victim.spared
                     ],
                 }

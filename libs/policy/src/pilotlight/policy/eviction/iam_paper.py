@@ -90,6 +90,13 @@ class IamPaper:
 
         return sorted(candidates, key=key)
 
+    def stated(self, candidate: EvictionCandidate, now_s: float) -> float:
+        """Its rank; of one that it was not told of, among those that it was."""
+        if candidate.subject in self._queue:
+            return self._queue.priority(candidate.subject)[0]
+        value = utility(candidate, self._rates.rate_per_s(candidate.model, now_s))
+        return importance(self._utilities, value)
+
     def expired(self, now_s: float) -> Sequence[str]:
         return ()
 

@@ -1,7 +1,5 @@
 """Policies that count: LFU, and GreedyDual-Size-Frequency with the cost of a miss."""
 
-from collections.abc import Sequence
-
 from pilotlight.policy.arrivals import MAX_MODELS, Access
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.eviction.heap import Priority
@@ -56,19 +54,13 @@ class Gdsf(_Counting):
         count = max(1, self._counts.get(candidate.model, 0))
         return self._floor + count * candidate.penalty_s / max(1, candidate.size_bytes), last_s
 
-    def ordered(
-        self, candidates: Sequence[EvictionCandidate], now_s: float
-    ) -> Sequence[EvictionCandidate]:
-        """Copies that it was told of have the H of their last access: with the L of now in all of
+    def reported(self, candidate: EvictionCandidate, now_s: float) -> Priority:
+        """A copy that it was told of has the H of its last access: with the L of now in all of
         them, nothing would age.
         """
-
-        def key(one: EvictionCandidate) -> tuple[Priority, str]:
-            if one.subject in self._heap:
-                return self._heap.priority(one.subject), one.subject
-            return self.score(one, one.last_used_s, now_s), one.subject
-
-        return sorted(candidates, key=key)
+        if candidate.subject in self._heap:
+            return self._heap.priority(candidate.subject)
+        return super().reported(candidate, now_s)
 
     def on_evict(self, subject: str, now_s: float) -> None:
         if subject in self._heap:
