@@ -2,9 +2,9 @@
 
 A copy that a device holds counts: nothing is lost as long as it is there. What is missing is
 fetched ahead, into free room alone and behind all that a cold start waits for. Room is made for it
-only where a copy is one too many: another node has one, or none is to be kept. So no model loses its
-last copy. When not all models fit, the most important ones have a copy;
-the others are where they came from, or on a disk.
+only where a copy is one too many: another node has one, or none is to be kept. So no model loses
+its last copy. When not all models fit, the most important ones have a copy; the others are where
+they came from, or on a disk.
 
 What is left free then has copies for forecasts: where a model's next instance may soon start, its
 parts are in the node's memory already, if they have the room. That takes no device, and goes like
@@ -196,7 +196,7 @@ class _Draft:
         return True
 
     def giving_way(self, model: Model) -> tuple[tuple[NodeId, Digest], ...]:
-        """Rule 8; nothing where that makes no room, and nowhere where something is fetched ahead."""
+        """Rule 8: copies of one node, on which nothing is fetched ahead; none where none help."""
         found: list[tuple[float, int, NodeId, tuple[Digest, ...]]] = []
         for node_id, node in self.staying.items():
             if (node_id, model.digest) in self._facts.refused or node_id in self._at_node:
