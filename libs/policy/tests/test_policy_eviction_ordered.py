@@ -11,6 +11,7 @@ from evicted_copies import RULES, SmallCache, access, copy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pilotlight.policy.cluster import Tier
 from pilotlight.policy.eviction.base import (
     EvictionCandidate,
     RoomRequest,
@@ -68,3 +69,22 @@ def test_a_victim_says_its_score_and_those_of_what_would_have_gone_next(name: st
         assert victim.score is not None
         assert next_one.score is not None
         assert victim.score <= next_one.score
+
+
+@pytest.mark.parametrize("name", ["gdsf", "iam-paper", "iam", "pilotlight"])
+def test_a_copy_of_another_tier_has_a_worth_of_its_own(name: str) -> None:
+    """A disk's order is asked of the host pool's policy: what is dear to bring to the pool may be
+    cheap to bring to a disk.
+    """
+    policy = make_policy(name, CAPACITY)
+    copies = [copy(one, size_bytes=10, penalty_s=cost) for one, cost in (("a", 1.0), ("b", 9.0))]
+    for one in copies:
+        policy.on_access(access(one.model))
+    for one in copies:
+        policy.on_insert(one, 0.0)
+    on_disk = [
+        replace(one, tier=Tier.DISK, penalty_s=10.0 - one.penalty_s, last_used_s=0.0)
+        for one in copies
+    ]
+    assert [one.subject for one in policy.ordered(copies, 1.0)] == ["a", "b"]
+    assert [one.subject for one in policy.ordered(on_disk, 1.0)] == ["b", "a"]

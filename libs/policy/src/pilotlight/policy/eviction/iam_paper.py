@@ -78,7 +78,7 @@ class IamPaper:
         others = {
             one.subject: utility(one, self._rates.rate_per_s(one.model, now_s))
             for one in candidates
-            if one.subject not in self._queue
+            if not self._knows(one)
         }
         utilities = sorted([*self._utilities, *others.values()])
 
@@ -92,13 +92,18 @@ class IamPaper:
 
     def stated(self, candidate: EvictionCandidate, now_s: float) -> float:
         """Its rank; of one that it was not told of, among those that it was."""
-        if candidate.subject in self._queue:
+        if self._knows(candidate):
             return self._queue.priority(candidate.subject)[0]
         value = utility(candidate, self._rates.rate_per_s(candidate.model, now_s))
         return importance(self._utilities, value)
 
     def expired(self, now_s: float) -> Sequence[str]:
         return ()
+
+    def _knows(self, candidate: EvictionCandidate) -> bool:
+        """Whether it was told of this copy, and not of one with its name in another tier."""
+        held = self._resident.get(candidate.subject)
+        return held is not None and held.tier is candidate.tier
 
     def _rank(self, candidate: EvictionCandidate, now_s: float) -> float:
         self._forget(candidate.subject)

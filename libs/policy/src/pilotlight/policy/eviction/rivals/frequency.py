@@ -58,7 +58,8 @@ class Gdsf(_Counting):
         """A copy that it was told of has the H of its last access: with the L of now in all of
         them, nothing would age.
         """
-        if candidate.subject in self._heap:
+        held = self._resident.get(candidate.subject)
+        if held is not None and held.tier is candidate.tier:
             return self._heap.priority(candidate.subject)
         return super().reported(candidate, now_s)
 
