@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,12 +55,25 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSystem]:
         yield started
 
 
-def complete(system: RunningSystem, model: str) -> str:
+def complete(system: RunningSystem, model: str, tokens: int = 8) -> str:
     with system.openai() as client:
         answer = client.completions.create(
-            model=model, prompt=[0, 5, 6, 7], max_tokens=8, temperature=0, seed=1
+            model=model, prompt=[0, 5, 6, 7], max_tokens=tokens, temperature=0, seed=1
         )
     return answer.choices[0].text
+
+
+def streamed(system: RunningSystem, model: str, tokens: int) -> str:
+    with system.openai() as client:
+        chunks = client.completions.create(
+            model=model,
+            prompt=[0, 5, 6, 7],
+            max_tokens=tokens,
+            temperature=0,
+            seed=1,
+            stream=True,
+        )
+        return "".join(one.choices[0].text for one in chunks if one.choices)
 
 
 def pids_of(system: RunningSystem, service: str) -> set[int]:
@@ -70,21 +84,40 @@ def pids_of(system: RunningSystem, service: str) -> set[int]:
 def test_no_request_fails_while_models_take_turns_and_the_cache_is_killed(
     system: RunningSystem,
 ) -> None:
-    expected = complete(system, MODELS[0])
+    """Whole answers and streams, short and long ones. The cache is killed before anything is
+    loaded, and once more when a third of the answers are there.
+    """
+    lengths = (8, 64)
+    expected = {tokens: complete(system, MODELS[0], tokens) for tokens in lengths}
     rng = random.Random(18)
     asked = [[rng.choice(MODELS) for _ in range(ASKED)] for _ in range(CLIENTS)]
     asked[0][: len(MODELS)] = MODELS
+    answered = threading.Semaphore(0)
 
-    def ask_all(models: list[str]) -> list[str]:
-        return [complete(system, model) for model in models]
+    def ask_all(client: int, models: list[str]) -> list[tuple[int, str]]:
+        answers: list[tuple[int, str]] = []
+        for at, model in enumerate(models):
+            tokens = lengths[at % 2]
+            ask = complete if (client + at) % 3 else streamed
+            answers.append((tokens, ask(system, model, tokens)))
+            answered.release()
+        return answers
 
     (first,) = pids_of(system, "cache")
     with ThreadPoolExecutor(CLIENTS) as clients:
-        running_ones = [clients.submit(ask_all, models) for models in asked]
+        running_ones = [clients.submit(ask_all, *each) for each in enumerate(asked)]
         os.kill(first, signal.SIGKILL)
-        answers = [one.result() for one in running_ones]
-    assert answers == [[expected] * ASKED] * CLIENTS, "the parameters are the same"
-    assert eventually(lambda: pids_of(system, "cache") - {first})
+        for _ in range(CLIENTS * ASKED // 3):
+            answered.acquire(timeout=120.0)
+        assert eventually(lambda: pids_of(system, "cache") - {first})
+        next_ones = pids_of(system, "cache")
+        for pid in next_ones:
+            os.kill(pid, signal.SIGKILL)
+        found = [one.result() for one in running_ones]
+    for answers in found:
+        assert len(answers) == ASKED
+        assert all(text == expected[tokens] for tokens, text in answers), "equal parameters"
+    assert eventually(lambda: pids_of(system, "cache") - {first, *next_ones})
     with system.admin() as admin:
         evicted = admin.get("/evictions").json()["evictions"]
     assert {one["kind"] for one in evicted} == {"instance", "copy"}
@@ -92,6 +125,10 @@ def test_no_request_fails_while_models_take_turns_and_the_cache_is_killed(
     why = system.cli("why-evicted", last)["evictions"]
     assert why[0]["inputs"]["model"] == last
     assert why[0]["reason"].startswith("pilotlight: ")
+    chosen = [one["inputs"] for one in evicted if one["inputs"]["spared"]]
+    assert chosen
+    for one in chosen:
+        assert one["score"] <= min(each["score"] for each in one["spared"])
 
 
 def test_pins_in_the_way_are_named(system: RunningSystem) -> None:

@@ -184,8 +184,12 @@ EVICTION = {
     "inputs": {
         "for_model": "other",
         "loss": 0.25,
+        "score": 2.5e-7,
         "size_bytes": 1 << 20,
-        "spared": [{"model": "third", "loss": 0.5, "size_bytes": 2 << 20}],
+        "spared": [
+            {"model": "third", "loss": 0.5, "size_bytes": 2 << 20, "score": 3e-7},
+            {"model": "fourth", "loss": 0.75, "size_bytes": 1 << 20},
+        ],
     },
 }
 
@@ -197,7 +201,13 @@ def test_why_a_model_was_evicted(
     gateway.answer("GET /evictions", page)
     assert run(["why-evicted", "org/tiny"]) == 0
     said = capsys.readouterr().out
-    for part in ("from a device of n0 for other", "iam: unused", "third (loss 0.5, 2.0 MiB)"):
+    for part in (
+        "from a device of n0 for other",
+        "iam: unused",
+        "1.0 MiB, score 2.5e-07",
+        "third (loss 0.5, 2.0 MiB, score 3e-07)",
+        "fourth (loss 0.75, 1.0 MiB)",
+    ):
         assert part in said
     assert run(["why-evicted", "org/tiny", "--json"]) == 0
     assert out() == page

@@ -85,6 +85,16 @@ def test_arc_remembers_what_went_and_adapts() -> None:
     assert "b" in there
 
 
+def test_s3_fifo_moves_what_was_used_out_of_the_small_queue() -> None:
+    """Algorithm 1: ten copies that were hit twice go to the main queue while k makes a look for a
+    victim; there a hit is another turn."""
+    trace = "".join(3 * name for name in "abcdefghij")
+    said, there = in_turn("s3-fifo", trace + "k", 10)
+    assert said == 10 * "MHH" + "M"
+    assert there == set("bcdefghijk"), "a is the head of the main queue"
+    assert in_turn("s3-fifo", trace + "kbl", 10)[1] == set("bdefghijkl"), "b has another turn"
+
+
 def test_cost_keeps_the_dear_model() -> None:
     for name, keeps in (("gdsf", True), ("idle-over-cost", True), ("lru", False)):
         cache = SmallCache(make_policy(name, 3), 3)

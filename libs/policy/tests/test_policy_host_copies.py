@@ -152,6 +152,104 @@ def test_a_copy_of_each_model_is_there_again_after_the_loss_of_any_node(
         assert (one.digest in plan.left) == (one.digest not in held_there)
 
 
+@given(
+    CLUSTERS,
+    st.lists(
+        st.tuples(st.integers(1, 4), st.frozensets(st.integers(0, 4)), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(0, 4),
+)
+def test_copies_that_are_one_too_many_make_way_after_the_loss_of_any_node(
+    pools: list[int], wanted: list[tuple[int, frozenset[int], bool]], lost: int
+) -> None:
+    """Starts have left copies anywhere, several of one model too: what then has no copy would have
+    no room even if each other model had one alone.
+    """
+    models = tuple(model(f"m{at}", part_bytes=10 * size) for at, (size, _, _) in enumerate(wanted))
+    kept = tuple(one for one, (_, _, keep) in zip(models, wanted, strict=True) if keep)
+    nodes = {NodeId(f"n{at}"): on(f"n{at}", pool_bytes=100 * size) for at, size in enumerate(pools)}
+    names = list(nodes)
+
+    def put(one: Model, where: NodeId) -> None:
+        facts, there = nodes[where], replace(whole(one), node_id=where)
+        free_bytes = facts.pool_free_bytes - there.size_bytes
+        if free_bytes >= 0:
+            copies = (*facts.copies, there)
+            nodes[where] = replace(facts, copies=copies, pool_free_bytes=free_bytes)
+
+    def drop(where: NodeId, *digests: str) -> None:
+        facts = nodes[where]
+        stay = tuple(one for one in facts.copies if one.digest not in digests)
+        free_bytes = facts.pool_bytes - sum(one.size_bytes for one in stay)
+        nodes[where] = replace(facts, copies=stay, pool_free_bytes=free_bytes)
+
+    def places(one: Model) -> set[NodeId]:
+        return {
+            name
+            for name, facts in nodes.items()
+            if any(copy.digest == one.digest for copy in facts.copies)
+        }
+
+    for one, (_, at, _) in zip(models, wanted, strict=True):
+        for number in sorted(at):
+            if names[number % len(names)] not in places(one):
+                put(one, names[number % len(names)])
+    gone = names[lost % len(names)]
+    drop(gone, *(one.digest for one in models))
+    nodes[gone] = replace(nodes[gone], liveness=Liveness.DEAD)
+
+    for _ in range(8 * len(models)):
+        had = {one.digest for one in kept if places(one)}
+        plan = planned(kept, *nodes.values())
+        for one in plan.prefetches:
+            put(one.model, one.node_id)
+        for where, digest in plan.giving_way:
+            drop(where, digest)
+        assert had <= {one.digest for one in kept if places(one)}, "no last copy goes"
+        if not plan.prefetches and not plan.giving_way:
+            break
+    else:
+        raise AssertionError("it does not come to rest")
+    for one in kept:
+        for name, facts in nodes.items():
+            spare_bytes = sum(
+                copy.size_bytes
+                for copy in facts.copies
+                if not any(copy.digest == other.digest for other in kept)
+                or any(other.digest == copy.digest and len(places(other)) > 1 for other in kept)
+            )
+            free_bytes = facts.pool_free_bytes - 0.1 * facts.pool_bytes
+            no_room = one.spec.total_bytes > free_bytes + spare_bytes
+            assert places(one) or no_room or facts.liveness is Liveness.DEAD, name
+
+
+def test_what_is_asked_for_least_makes_way_and_nothing_that_is_needed() -> None:
+    """Two copies of a, b and c each fill both nodes, and d has none."""
+    a, b, c, d = (model(name, part_bytes=30) for name in "abcd")
+    windows = ArrivalWindows(NOW_S)
+    life = CounterLife(gateway_id=GatewayId("g"), number="1", age_s=0.0)
+    counts = [ArrivalCount(model=ModelName(name), total=9, idle_s=0.0) for name in "ab"]
+    windows.hear(life, counts, NOW_S, NOW_S)
+    nodes = tuple(on(name, whole(a), whole(b), whole(c), pool_bytes=600) for name in ("n0", "n1"))
+    said = {"arrivals": windows.recent()}
+    everything = (a, b, c, d)
+    assert planned(everything, *nodes, **said).giving_way == ((N0, c.digest),)
+    needed = {"needed": frozenset({(N0, c.digest)})}
+    assert planned(everything, *nodes, **said, **needed).giving_way == ((N1, c.digest),)
+    gone = {"gone": frozenset({(N1, c.digest)})}
+    found = planned(everything, *nodes, **said, **gone).giving_way
+    assert found == ((N0, a.digest),), "c has one copy left"
+    forecast = {"next_on": {a.digest: frozenset({N0})}}
+    found = planned(everything, *nodes, **said, **gone, **forecast).giving_way
+    assert found == ((N0, b.digest),)
+    read = replace(nodes[0], copies=tuple(replace(one, leases=1) for one in nodes[0].copies))
+    assert planned(everything, read, nodes[1], **said).giving_way == ((N1, c.digest),)
+    assert planned((a, b, d), *nodes, **said).giving_way == ((N0, c.digest),), "c is not kept"
+    assert planned((a, b, c), *nodes, **said) == HostCopyPlan()
+
+
 N0, N1, N2 = (NodeId(f"n{at}") for at in range(3))
 
 

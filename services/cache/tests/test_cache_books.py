@@ -135,6 +135,28 @@ def test_of_two_copies_either_is_worth_less_than_the_last() -> None:
     assert penalty_s(books, "n0") == 3.0
 
 
+def test_a_stage_comes_back_from_the_nearest_copy() -> None:
+    """60 bytes, 1,000 a second onto the device; not in its node's pool. The source gave 10."""
+    one = model()
+    whole = replace(copy(), parts=tuple(range(6)), node_id=NodeId("n1"))
+    estimates = with_estimates({}, (learned(one.name, fetch_bytes_per_s=10.0),))
+    books = Books(models=registered((one,)), estimates=estimates)
+    facts = worker(held_stages=(held(),))
+    hear(books, facts, NOW_S)
+    hear(books, node(), NOW_S)
+
+    def stage_penalty_s() -> float:
+        (found,) = books.on_device(facts, NOW_S)
+        return found.penalty_s
+
+    assert stage_penalty_s() == 6.0
+    there = replace(node(copies=(whole,)), node_id=NodeId("n1"))
+    hear(books, replace(there, dataplane_host="h", dataplane_port=7), NOW_S)
+    assert stage_penalty_s() == 0.6, "the other node's pool"
+    hear(books, node(copies=(replace(whole, node_id=NODE),)), NOW_S)
+    assert stage_penalty_s() == 0.06, "its own"
+
+
 def test_policies_hear_of_all_copies_when_loads_turn_out_to_take_another_time() -> None:
     told: list[tuple[str, float]] = []
 

@@ -43,12 +43,20 @@ def lines_of(eviction: dict[str, Any]) -> list[str]:
     lines.append(f"  {eviction['reason']}")
     if "loss" in inputs:
         lines.append(
-            f"  loss {inputs['loss']:.3g} s of waiting for each second, {inputs['size_bytes'] / MIB:,.1f} MiB"
+            f"  loss {inputs['loss']:.3g} s of waiting for each second, {inputs['size_bytes'] / MIB:,.1f} MiB{_score_of(inputs)}"
         )
     spared = [
-        f"{one['model'] or 'a copy of no model'} (loss {one['loss']:.3g}, {one['size_bytes'] / MIB:,.1f} MiB)"
+        f"{one['model'] or 'a copy of no model'} (loss {one['loss']:.3g}, {one['size_bytes'] / MIB:,.1f} MiB{_score_of(one)})"
         for one in inputs.get("spared", ())
     ]
     if spared:
         lines.append(f"  next would have been {', '.join(spared)}")
     return lines
+
+
+def _score_of(copy: dict[str, Any]) -> str:
+    """What the policy ordered by; nothing where it has queues, or the record is of a release that
+    did not say.
+    """
+    score = copy.get("score")
+    return f", score {score:.4g}" if score is not None else ""

@@ -172,7 +172,7 @@ class EvictionSettings(PilotlightSettings):
         default=DEFAULT,
         description="What stays on devices and in host pools: `pilotlight` (what a miss costs for each byte, times a forecast of how "
         "often it is asked for), `iam` (mCache's, without the forecast), or a rival: `lru`, `lfu`, `arc`, `srrip`, `gdsf`, "
-        "`lhd`, `s3-fifo`, `idle-over-cost`, `ttl`, `iam-paper`, `iam-window`, `iam-ewma`.",
+        "`lhd`, `s3-fifo`, `idle-over-cost`, `ttl` (host copies go after 300 s without use), `iam-paper`, `iam-window`, `iam-ewma`.",
     )
     min_residency_s: float = Field(
         default=1.0, ge=0, description="A copy younger than this is not evicted."

@@ -1,9 +1,10 @@
 """One copy of every model in memory, as long as there is room (BlitzScale, section 5.3).
 
 A copy that a device holds counts: nothing is lost as long as it is there. What is missing is
-fetched ahead, into free room alone and behind all that a cold start waits for, so it evicts nothing
-and cannot thrash. When not all models fit, the most important ones have a copy; the others are
-where they came from, or on a disk.
+fetched ahead, into free room alone and behind all that a cold start waits for. Room is made for it
+only where a copy is one too many: another node has one, or none is to be kept. So no model loses
+its last copy. When not all models fit, the most important ones have a copy; the others are where
+they came from, or on a disk.
 
 What is left free then has copies for forecasts: where a model's next instance may soon start, its
 parts are in the node's memory already, if they have the room. That takes no device, and goes like
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
-from pilotlight.policy.cluster import Liveness, NodeFacts, Tier
+from pilotlight.policy.cluster import Copy, Liveness, NodeFacts, Tier
 from pilotlight.policy.ids import Digest, NodeId
 from pilotlight.policy.model import Model
 from pilotlight.policy.pool import ParameterPool
@@ -51,6 +52,10 @@ class HostCopyFacts:
     )
     """Models that may soon need another instance (``load.may_need_another``), and the nodes whose
     devices have free room for it."""
+    needed: frozenset[tuple[NodeId, Digest]] = frozenset()
+    """Copies in host pools that stay: pinned ones, and those of starts."""
+    gone: frozenset[tuple[NodeId, Digest]] = frozenset()
+    """Copies in host pools that are there no more, though reports still show them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,8 @@ class HostCopyPlan:
     """No node has room: the cluster is full."""
     waiting: tuple[Digest, ...] = ()
     """There is room, and other models go first."""
+    giving_way: tuple[tuple[NodeId, Digest], ...] = ()
+    """Copies that are one too many: without them one of ``left`` has room."""
 
 
 def plan_host_copies(
@@ -89,6 +96,8 @@ def plan_host_copies(
     7. then, in the same way, one more copy of each model that may soon need another instance, on
        one of the nodes that have room for that on a device; none where such a node has a copy in
        its host pool, or fetches it
+    8. for the most important model that has no room anywhere, but would have without copies that
+       are one too many, those give way on one node: where they are asked for least
 
     Args:
         facts: Models and nodes.
@@ -104,18 +113,21 @@ def plan_host_copies(
                 lacking.append(model)
         elif (nodes := draft.next_on(model)) and not draft.goes_on(model, nodes):  # 7
             forecast.append(model)
-    left: list[Digest] = []
+    left: list[Model] = []
     waiting: list[Digest] = []
     for model in sorted(lacking, key=lambda one: _importance(one, facts)):  # 4
         fitting = draft.fitting(model, draft.staying)
         if not fitting:
-            left.append(model.digest)
+            left.append(model)
         elif not draft.place(model, fitting):
             waiting.append(model.digest)
     for model in sorted(forecast, key=lambda one: _importance(one, facts)):  # 7
         draft.place(model, draft.fitting(model, draft.next_on(model)))
     return HostCopyPlan(
-        prefetches=tuple(draft.prefetches), left=tuple(left), waiting=tuple(waiting)
+        prefetches=tuple(draft.prefetches),
+        left=tuple(model.digest for model in left),
+        waiting=tuple(waiting),
+        giving_way=next((found for one in left if (found := draft.giving_way(one))), ()),  # 8
     )
 
 
@@ -141,7 +153,8 @@ class _Draft:
             for one in node.transfers:
                 self._fetched.setdefault(one.digest, set()).add(node_id)
         self._at_node: dict[NodeId, int] = {}
-        self._asked = _asked_per_s(facts, self.staying.values())
+        self._rates = _asked_per_s(facts)
+        self._asked = {node_id: self._asked_on(node) for node_id, node in self.staying.items()}
 
     def is_fetched(self, model: Model) -> bool:
         """Rule 2."""
@@ -181,6 +194,65 @@ class _Draft:
         self._free[chosen] -= _room_bytes(model, self.staying[chosen], self._pool)
         self._take(model, chosen)
         return True
+
+    def giving_way(self, model: Model) -> tuple[tuple[NodeId, Digest], ...]:
+        """Rule 8: copies of one node, on which nothing is fetched ahead; none where none help."""
+        found: list[tuple[float, int, NodeId, tuple[Digest, ...]]] = []
+        for node_id, node in self.staying.items():
+            if (node_id, model.digest) in self._facts.refused or node_id in self._at_node:
+                continue
+            missing_bytes = _room_bytes(model, node, self._pool) - self._free[node_id]
+            chosen: list[Copy] = []
+            for copy in sorted(self._spare_on(node), key=self._importance_of):
+                if missing_bytes <= 0:
+                    break
+                if copy.digest != model.digest:
+                    chosen.append(copy)
+                    missing_bytes -= copy.size_bytes
+            for copy in reversed(chosen.copy()):
+                if missing_bytes + copy.size_bytes <= 0:
+                    chosen.remove(copy)
+                    missing_bytes += copy.size_bytes
+            if missing_bytes <= 0:
+                asked = sum(self._rates.get(one.digest, 0.0) for one in chosen)
+                size_bytes = sum(one.size_bytes for one in chosen)
+                found.append((asked, size_bytes, node_id, tuple(one.digest for one in chosen)))
+        if not found:
+            return ()
+        _, _, where, digests = min(found)
+        return tuple((where, digest) for digest in digests)
+
+    def _spare_on(self, node: NodeFacts) -> Iterable[Copy]:
+        """Copies in a host pool without which every model that is to have one still does."""
+        kept = {model.digest: model for model in self._facts.models}
+        stays = self._facts.needed | self._facts.gone
+        fetched = {one.digest for one in node.transfers}
+        for copy in node.copies:
+            here = (node.node_id, copy.digest)
+            is_free = copy.tier is Tier.HOST and not copy.leases and copy.digest not in fetched
+            if not is_free or here in stays:
+                continue
+            model = kept.get(copy.digest)
+            if model is None or (
+                self._elsewhere(model, node.node_id)
+                and node.node_id not in self._facts.next_on.get(copy.digest, ())
+            ):
+                yield copy
+
+    def _elsewhere(self, model: Model, node_id: NodeId) -> bool:
+        """Whether another node that stays has all of a model in its host pool."""
+        whole = self._pool.whole_on(model.digest, model.spec, (Tier.HOST,))
+        return any(
+            one != node_id and one in self.staying and (one, model.digest) not in self._facts.gone
+            for one in whole
+        )
+
+    def _importance_of(self, copy: Copy) -> tuple[float, Digest]:
+        return self._rates.get(copy.digest, 0.0) / max(1, copy.size_bytes), copy.digest
+
+    def _asked_on(self, node: NodeFacts) -> float:
+        there = (one.digest for one in node.copies if one.tier is Tier.HOST)
+        return sum(self._rates.get(digest, 0.0) for digest in there)
 
     def _take(self, model: Model, node_id: NodeId) -> None:
         self._at_node[node_id] = self._at_node.get(node_id, 0) + 1
@@ -222,14 +294,9 @@ def _room_bytes(model: Model, node: NodeFacts, pool: ParameterPool) -> int:
     )
 
 
-def _asked_per_s(facts: HostCopyFacts, nodes: Iterable[NodeFacts]) -> Mapping[NodeId, float]:
+def _asked_per_s(facts: HostCopyFacts) -> Mapping[Digest, float]:
     rates: dict[Digest, float] = {}
     for model in facts.models:
         per_s = facts.arrivals.rate_per_s(model.name, facts.now_s)
         rates[model.digest] = rates.get(model.digest, 0.0) + per_s
-    return {
-        node.node_id: sum(
-            rates.get(one.digest, 0.0) for one in node.copies if one.tier is Tier.HOST
-        )
-        for node in nodes
-    }
+    return rates

@@ -314,9 +314,14 @@ class Books:
         view = self.roster.worker(worker.worker_id)
         # Ages in what is reported are of the time at which it was first said.
         aged_s = max(0.0, now_s - view.facts_s) if view is not None else 0.0
-        misses = MissFacts(estimates=self.estimates, arrivals=self.arrivals.recent())
+        node = self.node(worker.node_id)
+        misses = MissFacts(
+            estimates=self.estimates,
+            arrivals=self.arrivals.recent(),
+            again_bytes_per_s=self._again_bytes_per_s(node, worker.held) if node else {},
+        )
         facts = self._facts(worker.worker_id, given_up, now_s, aged_s, misses)
-        return on_device(worker, self.node(worker.node_id), facts)
+        return on_device(worker, node, facts)
 
     def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
         """What could be dropped from a host pool."""
@@ -326,20 +331,21 @@ class Books:
         misses = MissFacts(
             estimates=self.estimates,
             arrivals=self.arrivals.recent(),
-            again_bytes_per_s=self._again_bytes_per_s(node),
+            again_bytes_per_s=self._again_bytes_per_s(node, self.copies(node)),
         )
         return in_pool(node, self._facts(node.node_id, dropped, now_s, aged_s, misses))
 
-    def _again_bytes_per_s(self, node: NodeFacts) -> Mapping[Digest, float]:
-        """By model that is in a node's host pool. What was dropped elsewhere a moment ago is no
-        source any more: copies of one model are decided on one after the other.
+    def _again_bytes_per_s(
+        self, node: NodeFacts, held: Iterable[Copy | HeldStage]
+    ) -> Mapping[Digest, float]:
+        """By model of what is held there. What was dropped elsewhere a moment ago is no source any
+        more: copies of one model are decided on one after the other.
         """
         found: dict[Digest, float] = {}
-        for copy in self.copies(node):
-            models = self.models.by_digest.get(copy.digest, ())
-            for model in models[:1]:
-                found[copy.digest] = self.pool.again_bytes_per_s(
-                    copy.digest, model.spec, node, self.roster.nodes, self._dropped
+        for digest in {one.digest for one in held}:
+            for model in self.models.by_digest.get(digest, ())[:1]:
+                found[digest] = self.pool.again_bytes_per_s(
+                    digest, model.spec, node, self.roster.nodes, self._dropped
                 )
         return found
 
@@ -372,6 +378,20 @@ class Books:
             digest
             for digest in copies_to_strike(node, granted)
             if (node_id, digest) not in self._dropped and digest not in kept
+        )
+
+    @property
+    def dropped(self) -> frozenset[tuple[NodeId, Digest]]:
+        """Copies that loaders have freed, though reports still show them."""
+        return frozenset(self._dropped)
+
+    @property
+    def awaited(self) -> frozenset[tuple[NodeId, Digest]]:
+        """Copies in host pools that a start reads, or will."""
+        return frozenset(
+            (grant.node_id, grant.digest)
+            for grant in self.grants.values()
+            if not self._is_loaded(grant)
         )
 
     def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:

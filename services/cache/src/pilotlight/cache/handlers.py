@@ -182,7 +182,7 @@ class Handlers:
                 self._measures.follow()
                 await self._keep()
                 await self._tell_of_thrash()
-                await self._room.strike()
+                await self._room.striker.follow()
             except DatabaseUnavailable as error:
                 log.warning(
                     "books are kept as they are", action="sweep_deferred", error=error.message

@@ -6,7 +6,7 @@ cache before this one told goes on until then; a copy that was lost while no cac
 from the bucket ``copies``.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -112,6 +112,19 @@ class Keeper:
             return ()
         return {*self._orders, *self.plan.waiting}
 
+    def let_go(self, digests: Iterable[Digest]) -> None:
+        """Copies have gone because nobody asked for them for long: none is missed."""
+        self._had.difference_update(digests)
+
+    @property
+    def misses_idle(self) -> bool:
+        """Whether a copy that goes for its age alone would be fetched again."""
+        return self._mode is HostCopies.ALL
+
+    def gives_way(self, node_id: NodeId) -> Collection[Digest]:
+        """Copies of a node that are one too many, and in the way of a model that has none."""
+        return tuple(digest for where, digest in self.plan.giving_way if where == node_id)
+
     async def follow(self) -> None:
         """Decide anew every ``INTERVAL_S``, and when a node is to drain; tell loaders what is
         another order than before.
@@ -131,6 +144,8 @@ class Keeper:
         if self._mode is HostCopies.OFF or now_s - self._books.listening_since_s < LEARN_S:
             return
         if is_early:
+            # What was one too many then may be the last one by now.
+            self.plan = replace(self.plan, giving_way=())
             return
         self._next_s = now_s + INTERVAL_S
         self._judge(now_s)
@@ -198,7 +213,20 @@ class Keeper:
             refused=frozenset(self._refused_s),
             arrivals=self._books.arrivals.recent(),
             next_on=self._forecasts.next_on(now_s),
+            needed=self._needed(),
+            gone=self._books.dropped,
         )
+
+    def _needed(self) -> frozenset[tuple[NodeId, Digest]]:
+        """Copies that give way to none: those that starts wait for, and pinned ones."""
+        models = self._books.models
+        pinned = {models.by_name[name].digest for name in models.pinned}
+        return self._books.awaited | {
+            (node.node_id, one.digest)
+            for node in self._books.roster.nodes.values()
+            for one in node.copies
+            if one.digest in pinned
+        }
 
     def _nodes(self) -> dict[NodeId, NodeFacts]:
         """Nodes with what is not promised to a start."""

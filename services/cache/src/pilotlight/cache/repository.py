@@ -2,6 +2,7 @@
 estimates.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,16 @@ from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import Victim
 from pilotlight.policy.eviction.thrash import Thrash
-from pilotlight.policy.ids import Digest, Epoch, Generation, GrantId, InstanceId, NodeId, WorkerId
+from pilotlight.policy.ids import (
+    Digest,
+    Epoch,
+    Generation,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    WorkerId,
+)
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Estimate, Estimates
@@ -70,19 +80,26 @@ class CacheRepository:
         async with self._database.reading() as connection:
             return frozenset((await connection.execute(select(tables.drains.c.node_id))).scalars())
 
-    async def add_struck(self, node_id: NodeId, digests: tuple[Digest, ...]) -> None:
-        """Store that a node that drains gave copies up."""
-        row: dict[str, Any] = {
-            "kind": "copy",
-            "node_id": node_id,
-            "reason": "its node is being drained",
-            "inputs": {},
-        }
+    async def add_struck(
+        self, node_id: NodeId, reason: str, copies: Mapping[Digest, ModelName]
+    ) -> None:
+        """Store that a node gave copies up, though no start asked for their room.
+
+        Args:
+            node_id: Where.
+            reason: Why.
+            copies: Which, with whose they were; empty: of no model.
+        """
         async with self._database.unit_of_work() as work:
-            for digest in digests:
-                await work.connection.execute(
-                    insert(tables.evictions).values(at=func.now(), subject=digest, **row)
-                )
+            for digest, model in copies.items():
+                row: dict[str, Any] = {
+                    "kind": "copy",
+                    "subject": digest,
+                    "node_id": node_id,
+                    "reason": reason,
+                    "inputs": {"model": model},
+                }
+                await work.connection.execute(insert(tables.evictions).values(at=func.now(), **row))
                 work.emit("copy_evicted", digest, {"node_id": node_id, "for_model": ""})
 
     async def add_thrash(self, found: Thrash) -> None:
@@ -172,8 +189,14 @@ class CacheRepository:
                     "penalty_s": victim.penalty_s,
                     "arrivals_per_s": victim.arrivals_per_s,
                     "loss": victim.loss,
+                    "score": victim.score,
                     "spared": [
-                        {"model": one.model, "size_bytes": one.size_bytes, "loss": one.loss}
+                        {
+                            "model": one.model,
+                            "size_bytes": one.size_bytes,
+                            "loss": one.loss,
+                            "score": one.score,
+                        }
                         for one in victim.spared
                     ],
                 }

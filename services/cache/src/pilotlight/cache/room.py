@@ -11,29 +11,26 @@ from contextlib import suppress
 import structlog
 
 from pilotlight.cache.books import Books, Grant
-from pilotlight.cache.holders import HOLDER_DEADLINE_S, Evicted, Holders
+from pilotlight.cache.holders import Evicted, Holders
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.registrations import Registrations
 from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.striking import Striker
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     BusUnavailable,
-    DeadlineExceeded,
     NoRoom,
     StaleCommand,
 )
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
-    Drop,
-    Dropped,
     Release,
     Released,
     Reserve,
     Reserved,
-    drop_subject,
 )
 from pilotlight.common.service import Background
 from pilotlight.policy.cluster import Tier
@@ -73,6 +70,7 @@ class RoomMaker:
         self._keeper = keeper
         self._measures = measures
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.striker = Striker(books, repository, bus, clock, rules, keeper, self._locks)
         self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
         """Grants whose rows are under way."""
         self._over: set[GrantId] = set()
@@ -190,44 +188,6 @@ class RoomMaker:
             del self._books.grants[grant_id]
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
         await self._end(over)
-
-    async def strike(self) -> None:
-        """Let nodes that drain give up the copies that no instance there needs.
-
-        What a loader refuses is tried again later.
-
-        Raises:
-            DatabaseUnavailable: copies went that are not recorded.
-        """
-        for node_id in sorted(self._books.draining):
-            async with self._locks[node_id]:
-                digests = self._books.strikable(node_id, self._keeper.keeps(node_id))
-                if not digests:
-                    continue
-                try:
-                    reply = await self._bus.request(
-                        drop_subject(node_id),
-                        Drop(digests=digests),
-                        Dropped,
-                        deadline_s=HOLDER_DEADLINE_S,
-                    )
-                except (BusUnavailable, DeadlineExceeded) as error:
-                    log.warning(
-                        "copies are struck later",
-                        action="strike_deferred",
-                        node_id=node_id,
-                        error=error.message,
-                    )
-                    continue
-                self._books.drop(node_id, reply.digests)
-                if reply.digests:
-                    log.info(
-                        "copies struck",
-                        action="copies_struck",
-                        node_id=node_id,
-                        copies=len(reply.digests),
-                    )
-                    await self._repository.add_struck(node_id, reply.digests)
 
     async def _write(self, grant: Grant, request: Reserve, evicted: Evicted) -> Exception | None:
         """Write a grant's row, whatever becomes of its caller; why that failed."""

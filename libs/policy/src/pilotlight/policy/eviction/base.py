@@ -94,17 +94,20 @@ class Victim:
     loss: float
     """As ``EvictionCandidate.loss``, as are the two before."""
     reason: str
+    score: float | None = None
+    """What the policy orders by (``Scoring``); None: it has queues."""
     spared: tuple["Spared", ...] = ()
     """What would have gone next, where that is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Spared:
     """One copy that could have gone and was worth more."""
 
     model: ModelName
     size_bytes: int
     loss: float
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,11 +185,11 @@ class EvictionPolicy(Protocol):
 
 
 @runtime_checkable
-class Sized(Protocol):
-    """A policy whose choices depend on the cache's capacity."""
+class Scoring(Protocol):
+    """A policy that has a number for each copy; the least goes first."""
 
-    def resize(self, capacity_bytes: int) -> None:
-        """The cache is larger or smaller than before: a node has come, or gone."""
+    def stated(self, candidate: EvictionCandidate, now_s: float) -> float:
+        """What a copy that comes with a question is worth, as ``ordered`` orders it."""
         ...
 
 
@@ -246,7 +249,7 @@ def plan_eviction(
             kept.append(_kept(candidate, reason, request, rules))
     ordered = policy.ordered(free_to_go, request.now_s)  # 2
     plan = plan_in_order(request, ordered, kept, policy.name)  # 3
-    return _with_spared(plan, ordered)
+    return _explained(plan, ordered, policy, request.now_s)
 
 
 def plan_resident(
@@ -335,14 +338,20 @@ def plan_in_order(
     )
 
 
-def _with_spared(plan: EvictionPlan, ordered: Sequence[EvictionCandidate]) -> EvictionPlan:
+def _explained(
+    plan: EvictionPlan, ordered: Sequence[EvictionCandidate], policy: EvictionPolicy, now_s: float
+) -> EvictionPlan:
+    """With scores, and what would have gone next."""
+
+    def score(one: EvictionCandidate) -> float | None:
+        return policy.stated(one, now_s) if isinstance(policy, Scoring) else None
+
     gone = {one.subject for one in plan.victims}
-    stay = (one for one in ordered if one.subject not in gone)
-    spared = tuple(
-        Spared(model=one.model, size_bytes=one.size_bytes, loss=one.loss)
-        for one in islice(stay, SPARED_SHOWN)
-    )
-    return replace(plan, victims=tuple(replace(one, spared=spared) for one in plan.victims))
+    scores = {one.subject: score(one) for one in ordered if one.subject in gone}
+    stay = islice((one for one in ordered if one.subject not in gone), SPARED_SHOWN if gone else 0)
+    spared = tuple(Spared(one.model, one.size_bytes, one.loss, score(one)) for one in stay)
+    victims = (replace(one, spared=spared, score=scores[one.subject]) for one in plan.victims)
+    return replace(plan, victims=tuple(victims))
 
 
 def _kept(

@@ -12,7 +12,7 @@ The minimum residency is judged from ``resident_since_s`` (``base.why_kept``).
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
 from pilotlight.policy.cluster import (
@@ -24,7 +24,7 @@ from pilotlight.policy.cluster import (
     Tier,
     WorkerFacts,
 )
-from pilotlight.policy.cost import fetch_bytes_per_s, stage_cost, transfer_s
+from pilotlight.policy.cost import fetch_bytes_per_s, missing_bytes, stage_cost, transfer_s
 from pilotlight.policy.estimates import estimate_among_others
 from pilotlight.policy.eviction.base import EvictionCandidate
 from pilotlight.policy.ids import Digest, ModelName
@@ -68,8 +68,9 @@ class MissFacts:
     estimates: Estimates = field(default_factory=dict[ModelName, "tuple[Estimate, ...]"])
     arrivals: RecentArrivals = NO_ARRIVALS
     again_bytes_per_s: Mapping[Digest, float] = field(default_factory=dict[Digest, float])
-    """What other copies give the host pool's node of a model (``ParameterPool.again_bytes_per_s``):
-    penalties of one model's copies are coupled, and the last copy is worth more than one of two."""
+    """What other copies give the node of a model that is not in its host pool
+    (``ParameterPool.again_bytes_per_s``): penalties of one model's copies are coupled, and the last
+    copy is worth more than one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,12 @@ def _of_stage(
         arrivals_per_s = facts.misses.arrivals.rate_per_s(model.name, facts.now_s)
         if node is not None:
             estimate = estimate_among_others(model, worker.device.kind, facts.misses.estimates)
-            penalty_s = stage_cost(model, held.stage, worker, node, estimate).ready_s
+            cost = stage_cost(model, held.stage, worker, node, estimate)
+            near = facts.misses.again_bytes_per_s.get(held.digest, 0.0)
+            if near > 0.0:
+                near_s = transfer_s(missing_bytes(model, held.stage, node), near)
+                cost = replace(cost, fetch_s=min(cost.fetch_s, near_s))
+            penalty_s = cost.ready_s
     return EvictionCandidate(
         subject=held.instance_id,
         model=held.model,

@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.eviction.base import EvictionCandidate
-from pilotlight.policy.eviction.heap import LazyHeap
+from pilotlight.policy.eviction.heap import LazyHeap, Priority
 from pilotlight.policy.eviction.iam import importance, utility
 from pilotlight.policy.eviction.rates import Rates, WindowRates
 
@@ -72,16 +72,38 @@ class IamPaper:
     def ordered(
         self, candidates: Sequence[EvictionCandidate], now_s: float
     ) -> Sequence[EvictionCandidate]:
-        """By ranks of this moment, which order as utilities do."""
+        """Copies that it was told of have the rank that it keeps for them. Others are ranked now,
+        among those and each other.
+        """
+        others = {
+            one.subject: utility(one, self._rates.rate_per_s(one.model, now_s))
+            for one in candidates
+            if not self._knows(one)
+        }
+        utilities = sorted([*self._utilities, *others.values()])
 
-        def key(one: EvictionCandidate) -> tuple[float, float, str]:
-            rate_per_s = self._rates.rate_per_s(one.model, now_s)
-            return utility(one, rate_per_s), one.last_used_s, one.subject
+        def key(one: EvictionCandidate) -> tuple[Priority, str]:
+            value = others.get(one.subject)
+            if value is None:
+                return self._queue.priority(one.subject), one.subject
+            return (importance(utilities, value), one.last_used_s), one.subject
 
         return sorted(candidates, key=key)
 
+    def stated(self, candidate: EvictionCandidate, now_s: float) -> float:
+        """Its rank; of one that it was not told of, among those that it was."""
+        if self._knows(candidate):
+            return self._queue.priority(candidate.subject)[0]
+        value = utility(candidate, self._rates.rate_per_s(candidate.model, now_s))
+        return importance(self._utilities, value)
+
     def expired(self, now_s: float) -> Sequence[str]:
         return ()
+
+    def _knows(self, candidate: EvictionCandidate) -> bool:
+        """Whether it was told of this copy, and not of one with its name in another tier."""
+        held = self._resident.get(candidate.subject)
+        return held is not None and held.tier is candidate.tier
 
     def _rank(self, candidate: EvictionCandidate, now_s: float) -> float:
         self._forget(candidate.subject)

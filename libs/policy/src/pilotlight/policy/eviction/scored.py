@@ -102,9 +102,16 @@ class ScoredPolicy(ABC):
         self, candidates: Sequence[EvictionCandidate], now_s: float
     ) -> Sequence[EvictionCandidate]:
         def key(one: EvictionCandidate) -> tuple[Priority, str]:
-            return self.score(one, one.last_used_s, now_s), one.subject
+            return self.reported(one, now_s), one.subject
 
         return sorted(candidates, key=key)
+
+    def stated(self, candidate: EvictionCandidate, now_s: float) -> float:
+        return self.reported(candidate, now_s)[0]
+
+    def reported(self, candidate: EvictionCandidate, now_s: float) -> Priority:
+        """What a copy that comes with a question is worth."""
+        return self.score(candidate, candidate.last_used_s, now_s)
 
     def expired(self, now_s: float) -> Sequence[str]:
         return ()

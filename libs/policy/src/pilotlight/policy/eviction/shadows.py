@@ -15,10 +15,10 @@ from pilotlight.policy.eviction.base import (
     EvictionPolicy,
     EvictionRules,
     RoomRequest,
-    Sized,
     plan_resident,
 )
 from pilotlight.policy.eviction.choice import POLICIES, make_policy
+from pilotlight.policy.eviction.sized import Sized
 from pilotlight.policy.ids import ModelName
 
 SAMPLED = 128

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import HeldState, NodeFacts, Tier, WorkerFacts
-from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy, Sized
+from pilotlight.policy.eviction.base import EvictionCandidate, EvictionPolicy
 from pilotlight.policy.eviction.choice import make_policy
+from pilotlight.policy.eviction.sized import Sized
 
 DEFAULT = "pilotlight"
 """No worse than ``iam`` where both were compared, and better in sessions (decision 81)."""

@@ -54,6 +54,15 @@ class Gdsf(_Counting):
         count = max(1, self._counts.get(candidate.model, 0))
         return self._floor + count * candidate.penalty_s / max(1, candidate.size_bytes), last_s
 
+    def reported(self, candidate: EvictionCandidate, now_s: float) -> Priority:
+        """A copy that it was told of has the H of its last access: with the L of now in all of
+        them, nothing would age.
+        """
+        held = self._resident.get(candidate.subject)
+        if held is not None and held.tier is candidate.tier:
+            return self._heap.priority(candidate.subject)
+        return super().reported(candidate, now_s)
+
     def on_evict(self, subject: str, now_s: float) -> None:
         if subject in self._heap:
             self._floor = max(self._floor, self._heap.priority(subject)[0])

@@ -19,8 +19,8 @@ class S3Fifo(StructuredPolicy):
     """New copies come into a small queue and go from there unless they were used; a ghost queue
     brings what returns soon into the main queue, where a copy that was used gets another turn.
 
-    Looking for victims moves copies that were used, as the algorithm does: a second look finds the
-    same.
+    Looking for victims changes nothing: copies that the algorithm moves while it looks are moved
+    when the victim that it found goes.
     """
 
     name = "s3-fifo"
@@ -54,12 +54,14 @@ class S3Fifo(StructuredPolicy):
         self._counts[candidate.subject] = 0
 
     def drop(self, candidate: EvictionCandidate) -> None:
-        if candidate.subject in self._main:
-            self._turn_to(candidate.subject)
-            del self._main[candidate.subject], self._counts[candidate.subject]
+        subject = candidate.subject
+        self._promote_before(subject)
+        if subject in self._main:
+            self._turn_to(subject)
+            del self._main[subject], self._counts[subject]
             return
-        del self._counts[candidate.subject]
-        size_bytes = self._small.pop(candidate.subject)
+        del self._counts[subject]
+        size_bytes = self._small.pop(subject)
         self._ghost[candidate.model] = size_bytes
         self._ghost_bytes += size_bytes
         while self._ghost and self._ghost_bytes > self._ghost_limit_bytes:
@@ -68,22 +70,38 @@ class S3Fifo(StructuredPolicy):
     def ranked(self, now_s: float) -> Generator[str, None, None]:
         small = deque(self._small.items())
         small_bytes = sum(self._small.values())
-        late: list[str] = []
-        while small and (small_bytes > self._small_limit_bytes or not self._main):
+        promoted: list[str] = []
+        while small and (small_bytes > self._small_limit_bytes or not (self._main or promoted)):
             subject, size_bytes = small.popleft()
             small_bytes -= size_bytes
             if self._counts[subject] >= PROMOTED_AT:
-                self._promote(subject)
+                promoted.append(subject)
             else:
                 yield subject
-        order = sorted(enumerate(self._main), key=lambda at: (self._counts[at[1]], at[0]))
-        yield from (subject for _, subject in order)
+        main = [(self._counts[subject], subject) for subject in self._main]
+        main += [(0, subject) for subject in promoted]
+        yield from (subject for _, subject in sorted(main, key=lambda one: one[0]))
+        late: list[str] = []
         for subject, _ in small:
             if self._counts[subject] >= PROMOTED_AT:
                 late.append(subject)
             else:
                 yield subject
         yield from late
+
+    def _promote_before(self, victim: str) -> None:
+        """Move what was used and was met in the small queue before a victim was found: one of that
+        queue at its place, one of the main queue when the small one was small enough.
+        """
+        of_small = victim in self._small and self._counts[victim] < PROMOTED_AT
+        small_bytes = sum(self._small.values())
+        for subject, size_bytes in list(self._small.items()):
+            enough = small_bytes <= self._small_limit_bytes and self._main
+            if subject == victim if of_small else enough:
+                return
+            small_bytes -= size_bytes
+            if self._counts[subject] >= PROMOTED_AT:
+                self._promote(subject)
 
     def _promote(self, subject: str) -> None:
         self._main[subject] = self._small.pop(subject)
