@@ -3,10 +3,10 @@
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
 from pilotlight.gateway.texts.frames import Give, Reply, encoded, header
-from pilotlight.gateway.texts.process import HelperLost
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.lanes import LaneJob, LaneLoad
 
@@ -26,19 +26,25 @@ class TextJob:
     cpu_s: float
     give_cpu_s: float
     """For loading the bundle."""
-    answer: "asyncio.Future[Reply]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    came_s: float
+    answer: "asyncio.Future[Reply]"
+    alone: bool = False
+    """A helper was lost that had it with others."""
+
+    @property
+    def single(self) -> bool:
+        """It is handed over by itself."""
+        return self.alone or self.lane.long or self.give is not None
 
     @property
     def group(self) -> Group:
         """What it is to the policy."""
         return self.lane.owner, self.lane.model, self.lane.long
 
-    def lose(self, lost: HelperLost) -> None:
+    def lose(self, error: Exception) -> None:
         """There will be no answer, unless there is one."""
         if not self.answer.done():
-            self.answer.set_exception(lost)
+            self.answer.set_exception(error)
             self.answer.exception()  # Looked at: the caller may have left.
 
     def frames(self) -> list[bytes]:
@@ -130,6 +136,24 @@ class WaitingJobs:
         if job.give is not None:
             self._gives[job.give.digest] = job.give
             self._given[job.give.digest] += 1
+
+    def together(self, first: LaneJob, most: int, most_bytes: int) -> list[TextJob]:
+        """A job that waits, and those behind it that are alike, as far as they may go with it; they
+        wait no more.
+        """
+        group = self._groups[self._group_of[first.number]]
+        job = group[first.number]
+        jobs, room_bytes = [job], most_bytes - len(job.data)
+        if not job.single:
+            # It is the first of its group.
+            for other in islice(group.values(), 1, most):
+                room_bytes -= len(other.data)
+                if other.single or room_bytes < 0:
+                    break
+                jobs.append(other)
+        for each in jobs:
+            self.pop(each.lane.number)
+        return jobs
 
     def pop(self, number: int) -> TextJob | None:
         """It waits no more; None when it did not."""
