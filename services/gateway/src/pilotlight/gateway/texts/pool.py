@@ -35,6 +35,9 @@ TOGETHER = 16
 a short chat does."""
 TOGETHER_BYTES = 4 * 1024
 """Of them. Larger ones are a millisecond's work and more, which another helper may do meanwhile."""
+HOLD_S = 0.002
+"""For so long since it began, a helper that works for the same client and model is waited for, and
+no other is woken."""
 
 
 _STOPPING = HelperLost("the gateway stops", blamed=False)
@@ -69,6 +72,7 @@ class _Running(msgspec.Struct, frozen=True):
     helper: HelperProcess
     late: asyncio.TimerHandle
     """Ends it at its deadline."""
+    began_s: float
 
 
 class HelperPool:
@@ -92,6 +96,7 @@ class HelperPool:
         self._soon: asyncio.Handle | None = None
         """Has what waits begin, when all that came in this turn of the loop is there."""
         self._looking: asyncio.TimerHandle | None = None
+        self._holding: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Begin to start helpers; jobs wait for the first."""
@@ -103,10 +108,10 @@ class HelperPool:
         if self._keeping is not None:
             await cancel_all((self._keeping,))
             self._keeping = None
-        for handle in (self._soon, self._looking):
+        for handle in (self._soon, self._looking, self._holding):
             if handle is not None:
                 handle.cancel()
-        self._soon = self._looking = None
+        self._soon = self._looking = self._holding = None
         for job in list(self._waiting):
             self._waiting.pop(job.lane.number)
             job.lose(_STOPPING)
@@ -207,10 +212,42 @@ class HelperPool:
             return
         self._let_go()
         while self._idle and self._waiting and len(self._running) < self._bounds.helpers:
-            chosen = self._next(self._waiting.heads())
+            heads = self._waiting.heads()
+            if self._running:
+                heads = [head for head in heads if not self._held_back(head)]
+            chosen = self._next(heads)
             if chosen is None:
                 return
-            self._begin(self._waiting.together(chosen, TOGETHER, TOGETHER_BYTES))
+            jobs = self._waiting.alike(chosen, TOGETHER, TOGETHER_BYTES)
+            for job in jobs:
+                self._waiting.pop(job.lane.number)
+            self._begin(jobs)
+
+    def _held_back(self, head: LaneJob) -> bool:
+        """Whether it goes with those that come next, to a helper that will be free soon."""
+        if head.long:
+            return False
+        loop = asyncio.get_running_loop()
+        for each in self._running.values():
+            lane = each.jobs[0].lane
+            if (
+                lane.owner == head.owner
+                and lane.model == head.model
+                and not each.jobs[0].single
+                and loop.time() - each.began_s < HOLD_S
+            ):
+                break
+        else:
+            return False
+        if self._waiting.fills(self._waiting.alike(head, TOGETHER, TOGETHER_BYTES), TOGETHER):
+            return False
+        if self._holding is None:
+            self._holding = loop.call_later(HOLD_S, self._hold_no_more)
+        return True
+
+    def _hold_no_more(self) -> None:
+        self._holding = None
+        self._dispatch()
 
     def _let_go(self) -> None:
         """Of idle helpers that have ended."""
@@ -234,10 +271,9 @@ class HelperPool:
             helper = next(holders, helper)
         self._idle.remove(helper)
         deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
-        late = asyncio.get_running_loop().call_later(
-            deadline_s, self._end, jobs, helper, deadline_s
-        )
-        self._running[job.lane.number] = _Running(jobs, helper, late)
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(deadline_s, self._end, jobs, helper, deadline_s)
+        self._running[job.lane.number] = _Running(jobs, helper, late, loop.time())
         frames = [frame for each in jobs for frame in each.frames()]
         helper.begin(frames, partial(self._heard, jobs, helper), len(jobs))
 

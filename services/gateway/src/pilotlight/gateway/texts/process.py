@@ -179,7 +179,7 @@ class _Line(asyncio.Protocol):
             got = self._got
         at = 0
         try:
-            while len(got) >= at + HEADER_BYTES:
+            while len(self._replies) < self.jobs and len(got) >= at + HEADER_BYTES:
                 length, worked_s = header_of(got[at : at + HEADER_BYTES])
                 end_at = at + HEADER_BYTES + length
                 if len(got) < end_at:
@@ -193,7 +193,7 @@ class _Line(asyncio.Protocol):
             self._got += data[at:]
         else:
             del self._got[:at]
-        if len(self._replies) >= self.jobs:
+        if len(self._replies) == self.jobs:
             self._say(self._replies)
 
     def connection_lost(self, exc: Exception | None) -> None:

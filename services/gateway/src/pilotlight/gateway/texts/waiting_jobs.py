@@ -137,23 +137,24 @@ class WaitingJobs:
             self._gives[job.give.digest] = job.give
             self._given[job.give.digest] += 1
 
-    def together(self, first: LaneJob, most: int, most_bytes: int) -> list[TextJob]:
-        """A job that waits, and those behind it that are alike, as far as they may go with it; they
-        wait no more.
-        """
+    def alike(self, first: LaneJob, most: int, most_bytes: int) -> list[TextJob]:
+        """The first job of a group, and those behind it, as far as they may go with it."""
         group = self._groups[self._group_of[first.number]]
-        job = group[first.number]
-        jobs, room_bytes = [job], most_bytes - len(job.data)
-        if not job.single:
-            # It is the first of its group.
-            for other in islice(group.values(), 1, most):
-                room_bytes -= len(other.data)
-                if other.single or room_bytes < 0:
-                    break
-                jobs.append(other)
-        for each in jobs:
-            self.pop(each.lane.number)
+        jobs: list[TextJob] = []
+        room_bytes = most_bytes
+        for job in islice(group.values(), most):
+            room_bytes -= len(job.data)
+            if jobs and (job.single or room_bytes < 0):
+                break
+            jobs.append(job)
+            if job.single:
+                break
         return jobs
+
+    def fills(self, jobs: list[TextJob], most: int) -> bool:
+        """Whether no more may go with these, which wait: waiting longer gives nothing."""
+        first = jobs[0]
+        return len(jobs) == most or first.single or len(jobs) < len(self._groups[first.group])
 
     def pop(self, number: int) -> TextJob | None:
         """It waits no more; None when it did not."""
