@@ -199,8 +199,10 @@ class HelperPool:
         )
 
     def _queue(self, job: TextJob) -> None:
-        load = self._waiting.load(job.lane.owner)
-        if not admit_job(load, self._limits, self._waiting.size_bytes(job)):
+        # Where nothing waits, any may.
+        if self._waiting and not admit_job(
+            self._waiting.load(job.lane.owner), self._limits, self._waiting.size_bytes(job)
+        ):
             raise QueueFull(
                 f"{len(self._waiting)} prompts with {self._waiting.bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,

@@ -65,8 +65,9 @@ class WaitingJobs:
         # Ordered ones: to look at the first of a dict takes as long as it had others before.
         self._groups: dict[Group, OrderedDict[int, TextJob]] = {}
         self._group_of: dict[int, Group] = {}
-        self._jobs: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        # No ``Counter``, whose missing and deleted keys are Python.
+        self._jobs: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
         """Both by owner; a bundle is nobody's."""
         self._all_bytes = 0
         self._gives: dict[Digest, Give] = {}
@@ -107,8 +108,8 @@ class WaitingJobs:
         return LaneLoad(
             jobs=len(self),
             bytes=self._all_bytes,
-            own_jobs=self._jobs[owner],
-            own_bytes=self._bytes[owner],
+            own_jobs=self._jobs.get(owner, 0),
+            own_bytes=self._bytes.get(owner, 0),
         )
 
     def shared(self, give: Give) -> Give:
@@ -131,8 +132,8 @@ class WaitingJobs:
             group = self._groups[key] = OrderedDict()
         group[number] = job
         self._group_of[number] = key
-        self._jobs[owner] += 1
-        self._bytes[owner] += len(job.data)
+        self._jobs[owner] = self._jobs.get(owner, 0) + 1
+        self._bytes[owner] = self._bytes.get(owner, 0) + len(job.data)
         if job.give is not None:
             self._gives[job.give.digest] = job.give
             self._given[job.give.digest] += 1
@@ -166,10 +167,11 @@ class WaitingJobs:
         if not group:
             del self._groups[key]
         owner = job.lane.owner
-        self._jobs[owner] -= 1
-        self._bytes[owner] -= len(job.data)
-        if not self._jobs[owner]:
+        if self._jobs[owner] == 1:
             del self._jobs[owner], self._bytes[owner]
+        else:
+            self._jobs[owner] -= 1
+            self._bytes[owner] -= len(job.data)
         self._all_bytes -= len(job.data)
         if job.give is not None:
             self._given[job.give.digest] -= 1
