@@ -235,7 +235,9 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, metered. ``_instrument`` has templates call ``step``, ``literal`` and ``join``."""
+    """The sandbox, metered. What ``_instrument`` puts into a template calls ``step``, ``literal`` and
+    ``join``.
+    """
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**"})
