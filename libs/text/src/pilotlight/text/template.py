@@ -235,7 +235,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, metered. What ``_instrument`` puts into a template calls ``step``, ``literal`` and
+    """The sandbox, metered. What ``_instrument`` adds to a template calls ``step``, ``literal`` and
     ``join``.
     """
 
