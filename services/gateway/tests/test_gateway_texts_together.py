@@ -1,6 +1,7 @@
 """Short prompts that a text helper is handed together."""
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -198,6 +199,7 @@ def test_a_helper_reads_exactly_what_was_sent(counts: list[int], cuts: list[int]
         patch.setattr(helper_module, "READ_BYTES", 64)
         pieces: Any = Pieces(data, cuts)
         helper = Helper(pieces, SystemClock(), 1 << 20)
+        os.close(helper._sizes)
         got = b""
         for number, count in enumerate(counts):
             got += helper._exactly(count)
