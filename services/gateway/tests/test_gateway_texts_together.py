@@ -54,11 +54,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[tuple[str, in
     seen: list[tuple[int, list[tuple[str, int]]]] = []
     begin = HelperPool._begin
 
-    def begins(self: HelperPool, jobs: list[Any]) -> None:
-        before = {id(one) for one in self._idle}
-        begin(self, jobs)
-        (taken,) = before - {id(one) for one in self._idle}
-        seen.append((taken, [(each.lane.owner, len(each.data)) for each in jobs]))
+    def begins(self: HelperPool, jobs: list[Any], helper: HelperProcess) -> None:
+        begin(self, jobs, helper)
+        seen.append((id(helper), [(each.lane.owner, len(each.data)) for each in jobs]))
 
     monkeypatch.setattr(HelperPool, "_begin", begins)
     return seen
@@ -85,6 +83,34 @@ async def test_prompts_of_one_turn_go_together(make_world, begun):
         assert len({owner for owner, _ in jobs}) == 1
         assert len(jobs) <= TOGETHER
         assert len(jobs) == 1 or sum(size for _, size in jobs) <= pool.TOGETHER_BYTES
+
+
+async def test_a_bundle_is_brought_once_to_each_helper(make_world, monkeypatch):
+    """Though many prompts come at once for a model that no helper has met."""
+    given: list[HelperProcess] = []
+    begin = HelperProcess.begin
+
+    def begins(self: HelperProcess, frames: list[bytes], *more: Any) -> None:
+        if any(b"give" in frame[:16] for frame in frames):
+            given.append(self)
+        begin(self, frames, *more)
+
+    monkeypatch.setattr(HelperProcess, "begin", begins)
+    world = await make_world(text=bundle_of(TEMPLATE + "{# new #}"), text_helpers=3)
+    await until(lambda: len(world.texts._pool._idle) == 4)
+    encoding = [world.texts.encode(job(world, f"{number}"), "one") for number in range(40)]
+    assert all(await asyncio.gather(*encoding))
+    assert given
+    assert len(given) == len({id(one) for one in given})
+
+
+async def test_a_helper_that_has_let_go_of_a_bundle_is_given_it_again(make_world):
+    world = await make_world(text=bundle_of(TEMPLATE + "{# gone #}"), text_helpers=3)
+    await until(lambda: len(world.texts._pool._idle) == 4)
+    for helper in world.texts._pool._idle:
+        helper.held.add(world.entry.model.text_digest)
+    encoding = [world.texts.encode(job(world, f"{number}"), "one") for number in range(5)]
+    assert all(await asyncio.gather(*encoding))
 
 
 async def test_what_ends_a_helper_fails_alone(make_world, begun):

@@ -12,7 +12,7 @@ import structlog
 
 from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
-from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Reply, encoded
+from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Missing, Reply, encoded
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
 from pilotlight.gateway.texts.waiting_jobs import TextJob, WaitingJobs
 from pilotlight.policy.lanes import LaneBounds, LaneJob, admit_job, next_job, turn_of
@@ -220,10 +220,20 @@ class HelperPool:
             chosen = self._next(heads)
             if chosen is None:
                 return
-            jobs = self._waiting.alike(chosen, TOGETHER, TOGETHER_BYTES)
+            helper = self._holder(chosen.model)
+            # One that lacks the bundle would ask for it with each of them.
+            most = TOGETHER if chosen.model in helper.held else 1
+            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES)
             for job in jobs:
                 self._waiting.pop(job.lane.number)
-            self._begin(jobs)
+            self._begin(jobs, helper)
+
+    def _holder(self, model: str) -> HelperProcess:
+        """An idle helper that holds a model's bundle, where there is one."""
+        latest = self._idle[-1]
+        if model in latest.held:
+            return latest
+        return next((one for one in reversed(self._idle) if model in one.held), latest)
 
     def _held_back(self, head: LaneJob) -> bool:
         """Whether it goes with those that come next, to a helper that will be free soon."""
@@ -264,19 +274,16 @@ class HelperPool:
         running = [each.jobs[0].lane for each in self._running.values()]
         return next_job(waiting, running, self._bounds.helpers)
 
-    def _begin(self, jobs: list[TextJob]) -> None:
+    def _begin(self, jobs: list[TextJob], helper: HelperProcess) -> None:
         job = jobs[0]
         self._now_turn = max(self._now_turn, jobs[-1].lane.turn)
-        helper = self._idle[-1]
-        if job.lane.model not in helper.held:
-            holders = (one for one in reversed(self._idle) if job.lane.model in one.held)
-            helper = next(holders, helper)
         self._idle.remove(helper)
         deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
         loop = asyncio.get_running_loop()
         late = loop.call_later(deadline_s, self._end, jobs, helper, deadline_s)
         self._running[job.lane.number] = _Running(jobs, helper, late, loop.time())
-        frames = [frame for each in jobs for frame in each.frames()]
+        held = job.lane.model in helper.held
+        frames = [frame for each in jobs for frame in each.frames(held=held)]
         helper.begin(frames, partial(self._heard, jobs, helper), len(jobs))
 
     def _heard(
@@ -290,6 +297,8 @@ class HelperPool:
             helper.held.add(jobs[0].lane.model)
         self._idle.append(helper)
         for job, reply in zip(jobs, what, strict=True):
+            if isinstance(reply, Missing):
+                helper.held.discard(job.lane.model)
             if not job.answer.done():
                 job.answer.set_result(reply)
         self._dispatch()

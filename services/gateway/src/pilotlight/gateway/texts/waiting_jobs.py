@@ -47,10 +47,10 @@ class TextJob:
             self.answer.set_exception(error)
             self.answer.exception()  # Looked at: the caller may have left.
 
-    def frames(self) -> list[bytes]:
-        """What a helper is sent."""
+    def frames(self, *, held: bool) -> list[bytes]:
+        """What a helper is sent, which may hold the bundle already: another job has brought it."""
         frames: list[bytes] = []
-        if self.give is not None:
+        if self.give is not None and not held:
             given = encoded(self.give)
             frames += [header(given, self.give_cpu_s), given]
         return [*frames, header(self.data, self.cpu_s), self.data]
