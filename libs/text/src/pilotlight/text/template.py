@@ -216,23 +216,36 @@ class _Namespace(Namespace):
 
 class _CodeGenerator(CodeGenerator):
     """Computes no output while compiling: the generator does so by itself, even without the
-    optimizer.
+    optimizer. Calls of the environment's own methods, which no template can name, pass no sandbox.
     """
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         raise nodes.Impossible
 
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802 - Jinja's name
+        if not isinstance(node.node, nodes.EnvironmentAttribute):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.visit(node.node, frame)
+        self.write("(")
+        for value in node.args:
+            self.visit(value, frame)
+            self.write(", ")
+        self.write(")")
+
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, metered.
-
-    ``step``, ``literal`` and ``join`` are called by what ``_instrument`` puts into a template.
+    """The sandbox, metered. What ``_instrument`` adds to a template calls ``step``, ``literal`` and
+    ``join``.
     """
 
     code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"+", "*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        texts = operator == "+" and type(left) is type(right) is str
+        if texts and len(left) + len(right) <= MAX_RENDERED_CHARS:
+            return left + right
         if operator == "**":
             raise SecurityError("chat templates may not use **")
         size = (
@@ -347,7 +360,7 @@ def _metered(value: Any) -> Any:
     meter = _meter.get(None)
     if meter is None:
         return value
-    text = str(value)
+    text: str = value if type(value) is str else str(value)
     meter.write(len(text))
     return text
 

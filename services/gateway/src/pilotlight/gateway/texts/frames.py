@@ -183,6 +183,6 @@ def job_of(data: bytes) -> ToHelper:
     return _jobs.decode(data)
 
 
-def reply_of(data: bytes) -> Reply:
+def reply_of(data: bytes | bytearray) -> Reply:
     """What a helper answers."""
     return _replies.decode(data)

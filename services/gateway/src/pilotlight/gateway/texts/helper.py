@@ -2,9 +2,9 @@
 
 It ends when the gateway closes the socket.
 
-One thread, one job after the other. What a job runs is foreign code: it may panic, take all the
-memory it is allowed, or work until the kernel ends it. The gateway takes that for the job's fault
-and starts another helper.
+One thread, one job after the other; jobs that came together are answered together. What a job runs
+is foreign code: it may panic, take all the memory it is allowed, or work until the kernel ends it.
+The gateway takes that for the job's fault and starts another helper.
 """
 
 import contextlib
@@ -76,9 +76,12 @@ KEPT_SHARE = 0.5
 """Of the memory a job may take: what is kept takes no more."""
 NICENESS = 5
 """Streams go before prompts."""
+READ_BYTES = 64 * 1024
+"""At a time, of what is not longer."""
 CHECK_SIZE_TOKENS = 500_000
 """A prompt of fewer tokens fits the bus in any case."""
 _PR_SET_PDEATHSIG = 1
+_PAGE_BYTES = resource.getpagesize()
 _NOTHING_TO_READ: dict[type, dict[str, object]] = {
     ChatRequest: {"messages": []},
     CompletionRequest: {"prompt": ""},
@@ -105,10 +108,16 @@ class Helper:
         self._connection = connection
         self._clock = clock
         self._memory_bytes = memory_bytes
-        self._start_bytes = _address_space_bytes()
+        self._sizes = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._start_bytes = self._address_space_bytes()
         self._texts: OrderedDict[Digest, _Text] = OrderedDict()
         self._refused: Reply | None = None
         """Why the bundle that was given last cannot be used."""
+        self._room = bytearray(READ_BYTES)
+        self._got, self._at = b"", 0
+        """What was read last, and how far it is worked off."""
+        self._answers: list[bytes] = []
+        """Not sent yet: jobs that came together are answered together."""
 
     def run(self) -> None:
         """Serve until the gateway is gone."""
@@ -121,18 +130,33 @@ class Helper:
                 continue
             reply = encoded(self._refused or self._guarded(partial(self._do, message)))
             self._refused = None
-            self._connection.sendall(header(reply, time.process_time()) + reply)
+            self._answers += (header(reply, time.process_time()), reply)
 
     def _exactly(self, count: int) -> bytes:
-        """Read exactly this many bytes; none when the gateway is gone."""
-        data = bytearray(count)
-        view, got = memoryview(data), 0
+        """Exactly this many bytes; none when the gateway is gone. Before it waits for some, it says
+        what it has.
+        """
+        data = self._got[self._at : self._at + count]
+        self._at += len(data)
+        if len(data) == count:
+            return data
+        if self._answers:
+            self._connection.sendall(b"".join(self._answers))
+            self._answers.clear()
+        whole, got = bytearray(count), len(data)
+        view = memoryview(whole)
+        view[:got] = data
         while got < count:
-            read = self._connection.recv_into(view[got:])
+            if count - got >= READ_BYTES:
+                read = self._connection.recv_into(view[got:])
+            else:
+                read = self._connection.recv_into(self._room)
+                self._got, self._at = bytes(self._room[:read]), min(read, count - got)
+                view[got : got + self._at] = self._got[: self._at]
             if not read:
                 return b""
-            got += read
-        return bytes(data)
+            got += min(read, count - got)
+        return bytes(whole)
 
     def _guarded(self, work: Callable[[], R]) -> R | Failed:
         """What foreign code does within this process's bounds, or how it failed."""
@@ -159,9 +183,13 @@ class Helper:
         used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + cpu_s), resource.RLIM_INFINITY))
         limit_bytes = min(
-            _address_space_bytes() + self._memory_bytes, self._start_bytes + 2 * self._memory_bytes
+            self._address_space_bytes() + self._memory_bytes,
+            self._start_bytes + 2 * self._memory_bytes,
         )
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
+
+    def _address_space_bytes(self) -> int:
+        return int(os.pread(self._sizes, 128, 0).split(None, 1)[0]) * _PAGE_BYTES
 
     def _do(self, job: Job) -> Reply:
         match job:
@@ -203,11 +231,11 @@ class Helper:
         Raises:
             BadCheckpoint: it cannot be used.
         """
-        before_bytes = _address_space_bytes()
+        before_bytes = self._address_space_bytes()
         bundle = decode(given.bundle)
         tokenizer = TextTokenizer(bundle)
         template = ChatTemplate(bundle.chat_template, bundle.special_tokens, self._clock)
-        size_bytes = max(len(given.bundle), _address_space_bytes() - before_bytes)
+        size_bytes = max(len(given.bundle), self._address_space_bytes() - before_bytes)
         self._texts[given.digest] = _Text(bundle, tokenizer, template, size_bytes)
         while len(self._texts) > 1 and (
             len(self._texts) > KEPT_TEXTS
@@ -266,11 +294,6 @@ def _encoded(text: _Text, job: Chat | Completion) -> bytes:
 
 def _said(error: BaseException) -> str:
     return f"the model's chat template or tokenizer fails on this: {type(error).__name__}: {str(error)[:500]}"
-
-
-def _address_space_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def main(arguments: Sequence[str]) -> int:

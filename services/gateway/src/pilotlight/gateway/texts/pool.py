@@ -12,7 +12,7 @@ import structlog
 
 from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
-from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Reply, encoded
+from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Missing, Reply, encoded
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
 from pilotlight.gateway.texts.waiting_jobs import TextJob, WaitingJobs
 from pilotlight.policy.lanes import LaneBounds, LaneJob, admit_job, next_job, turn_of
@@ -28,6 +28,16 @@ RETRY_AFTER_S = 1.0
 WALL_FACTOR = 3.0
 """A job is ended after this multiple of the processor time that it may take: a busy machine is not
 its fault."""
+LOOK_S = 1.0
+"""Between looks at what has waited for too long."""
+TOGETHER = 16
+"""Jobs that a helper is handed at once, at most: for the way there and back, which takes twice what
+a short chat does."""
+TOGETHER_BYTES = 4 * 1024
+"""Of them. Larger ones are a millisecond's work and more, which another helper may do meanwhile."""
+HOLD_S = 0.002
+"""For so long since it began, a helper that works for the same client and model is waited for, and
+no other is woken."""
 
 
 _STOPPING = HelperLost("the gateway stops", blamed=False)
@@ -56,12 +66,13 @@ class PoolBounds:
 
 
 class _Running(msgspec.Struct, frozen=True):
-    """A job at work."""
+    """Jobs at work, by one helper."""
 
-    job: TextJob
+    jobs: list[TextJob]
     helper: HelperProcess
     late: asyncio.TimerHandle
     """Ends it at its deadline."""
+    began_s: float
 
 
 class HelperPool:
@@ -73,6 +84,7 @@ class HelperPool:
         self._bounds = bounds
         self._idle: list[HelperProcess] = []
         self._running: dict[int, _Running] = {}
+        """By the number of the first job."""
         self._ending: set[asyncio.Task[None]] = set()
         """Of helpers that were lost, and their jobs."""
         self._waiting = WaitingJobs()
@@ -81,6 +93,10 @@ class HelperPool:
         self._now_turn = 0
         self._lost = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._soon: asyncio.Handle | None = None
+        """Has what waits begin, when all that came in this turn of the loop is there."""
+        self._looking: asyncio.TimerHandle | None = None
+        self._holding: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Begin to start helpers; jobs wait for the first."""
@@ -92,6 +108,10 @@ class HelperPool:
         if self._keeping is not None:
             await cancel_all((self._keeping,))
             self._keeping = None
+        for handle in (self._soon, self._looking, self._holding):
+            if handle is not None:
+                handle.cancel()
+        self._soon = self._looking = self._holding = None
         for job in list(self._waiting):
             self._waiting.pop(job.lane.number)
             job.lose(_STOPPING)
@@ -101,8 +121,8 @@ class HelperPool:
         await cancel_all(self._ending)
         await asyncio.gather(*(each.helper.kill() for each in running))
         self._running.clear()
-        for each in running:
-            each.job.lose(_STOPPING)
+        for job in (job for each in running for job in each.jobs):
+            job.lose(_STOPPING)
         idle, self._idle = self._idle, []
         for helper in idle:
             await asyncio.to_thread(self._launcher.take_back, helper.leave())
@@ -121,26 +141,41 @@ class HelperPool:
             HelperLost: the helper ended before it answered.
         """
         waiting = self._made(job, owner, model, give)
-        number = waiting.lane.number
-        if self._waiting or not self._begun(waiting):
-            self._queue(waiting)
-            self._dispatch()
-        if number not in self._waiting:
-            # It has begun: its helper has a deadline.
-            return await waiting.answer
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(MAX_WAIT_S, self._refuse, waiting)
+        self._queue(waiting)
+        if waiting.single:
+            self._begin_soon()
+        elif self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._begin_soon)
         try:
             return await waiting.answer
-        finally:
-            late.cancel()
-            self._waiting.pop(number)
+        except asyncio.CancelledError:
+            self._waiting.pop(waiting.lane.number)
+            raise
 
-    def _refuse(self, waiting: TextJob) -> None:
-        """A job has waited for as long as it may; one that runs has a time of its own."""
-        if self._waiting.pop(waiting.lane.number) is not None and not waiting.answer.done():
-            words = f"no process could prepare this prompt within {MAX_WAIT_S:g} s"
-            waiting.answer.set_exception(QueueFull(words, retry_after_s=RETRY_AFTER_S))
+    def _begin_soon(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        self._dispatch()
+        if self._waiting and self._looking is None:
+            loop = asyncio.get_running_loop()
+            self._looking = loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Jobs have waited for as long as they may; those that run have a time of their own."""
+        self._looking = None
+        loop = asyncio.get_running_loop()
+        for job in list(self._waiting):
+            if loop.time() - job.came_s >= MAX_WAIT_S:
+                self._waiting.pop(job.lane.number)
+                job.lose(
+                    QueueFull(
+                        f"no process could prepare this prompt within {MAX_WAIT_S:g} s",
+                        retry_after_s=RETRY_AFTER_S,
+                    )
+                )
+        if self._waiting:
+            self._looking = loop.call_later(LOOK_S, self._look)
 
     def _made(self, job: Job, owner: str, model: str, give: Give | None) -> TextJob:
         data = encoded(job)
@@ -159,36 +194,72 @@ class HelperPool:
             give=self._waiting.shared(give) if give is not None else None,
             cpu_s=self._bounds.long_cpu_s if long else self._bounds.short_cpu_s,
             give_cpu_s=self._bounds.long_cpu_s if give is not None else 0.0,
+            came_s=(loop := asyncio.get_running_loop()).time(),
+            answer=loop.create_future(),
         )
 
     def _queue(self, job: TextJob) -> None:
-        load = self._waiting.load(job.lane.owner)
-        if not admit_job(load, self._limits, self._waiting.size_bytes(job)):
+        # Where nothing waits, any may.
+        if self._waiting and not admit_job(
+            self._waiting.load(job.lane.owner), self._limits, self._waiting.size_bytes(job)
+        ):
             raise QueueFull(
                 f"{len(self._waiting)} prompts with {self._waiting.bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._waiting.add(job)
 
-    def _begun(self, job: TextJob) -> bool:
-        """Where nothing waits: whether it could begin at once."""
-        self._let_go()
-        if not self._idle or self._next([job.lane]) is None:
-            return False
-        self._begin(job)
-        return True
-
     def _dispatch(self) -> None:
         if not self._waiting:
             return
         self._let_go()
         while self._idle and self._waiting and len(self._running) < self._bounds.helpers:
-            chosen = self._next(self._waiting.heads())
+            heads = self._waiting.heads()
+            if self._running:
+                heads = [head for head in heads if not self._held_back(head)]
+            chosen = self._next(heads)
             if chosen is None:
                 return
-            job = self._waiting.pop(chosen.number)
-            assert job is not None
-            self._begin(job)
+            helper = self._holder(chosen.model)
+            # One that lacks the bundle would ask for it with each of them.
+            most = TOGETHER if chosen.model in helper.held else 1
+            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES)
+            for job in jobs:
+                self._waiting.pop(job.lane.number)
+            self._begin(jobs, helper)
+
+    def _holder(self, model: str) -> HelperProcess:
+        """An idle helper that holds a model's bundle, where there is one."""
+        latest = self._idle[-1]
+        if model in latest.held:
+            return latest
+        return next((one for one in reversed(self._idle) if model in one.held), latest)
+
+    def _held_back(self, head: LaneJob) -> bool:
+        """Whether it goes with those that come next, to a helper that will be free soon."""
+        if head.long:
+            return False
+        loop = asyncio.get_running_loop()
+        for each in self._running.values():
+            lane = each.jobs[0].lane
+            if (
+                lane.owner == head.owner
+                and lane.model == head.model
+                and not each.jobs[0].single
+                and loop.time() - each.began_s < HOLD_S
+            ):
+                break
+        else:
+            return False
+        if self._waiting.fills(self._waiting.alike(head, TOGETHER, TOGETHER_BYTES), TOGETHER):
+            return False
+        if self._holding is None:
+            self._holding = loop.call_later(HOLD_S, self._hold_no_more)
+        return True
+
+    def _hold_no_more(self) -> None:
+        self._holding = None
+        self._dispatch()
 
     def _let_go(self) -> None:
         """Of idle helpers that have ended."""
@@ -200,49 +271,56 @@ class HelperPool:
             self._lost.set()
 
     def _next(self, waiting: list[LaneJob]) -> LaneJob | None:
-        running = [each.job.lane for each in self._running.values()]
+        running = [each.jobs[0].lane for each in self._running.values()]
         return next_job(waiting, running, self._bounds.helpers)
 
-    def _begin(self, job: TextJob) -> None:
-        self._now_turn = max(self._now_turn, job.lane.turn)
-        helper = self._idle[-1]
-        if job.lane.model not in helper.held:
-            holders = (one for one in reversed(self._idle) if job.lane.model in one.held)
-            helper = next(holders, helper)
+    def _begin(self, jobs: list[TextJob], helper: HelperProcess) -> None:
+        job = jobs[0]
+        self._now_turn = max(self._now_turn, jobs[-1].lane.turn)
         self._idle.remove(helper)
         deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
-        late = asyncio.get_running_loop().call_later(deadline_s, self._end, job, helper, deadline_s)
-        self._running[job.lane.number] = _Running(job, helper, late)
-        helper.begin(job.frames(), partial(self._heard, job, helper))
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(deadline_s, self._end, jobs, helper, deadline_s)
+        self._running[job.lane.number] = _Running(jobs, helper, late, loop.time())
+        held = job.lane.model in helper.held
+        frames = [frame for each in jobs for frame in each.frames(held=held)]
+        helper.begin(frames, partial(self._heard, jobs, helper), len(jobs))
 
-    def _heard(self, job: TextJob, helper: HelperProcess, what: Reply | Exception) -> None:
+    def _heard(
+        self, jobs: list[TextJob], helper: HelperProcess, what: list[Reply] | Exception
+    ) -> None:
         if isinstance(what, Exception):
-            self._end(job, helper)
+            self._end(jobs, helper)
             return
-        self._running.pop(job.lane.number).late.cancel()
-        if job.give is not None:
-            helper.held.add(job.lane.model)
+        self._running.pop(jobs[0].lane.number).late.cancel()
+        if jobs[0].give is not None:
+            helper.held.add(jobs[0].lane.model)
         self._idle.append(helper)
-        if not job.answer.done():
-            job.answer.set_result(what)
+        for job, reply in zip(jobs, what, strict=True):
+            if isinstance(reply, Missing):
+                helper.held.discard(job.lane.model)
+            if not job.answer.done():
+                job.answer.set_result(reply)
         self._dispatch()
 
-    def _end(self, job: TextJob, helper: HelperProcess, late_s: float | None = None) -> None:
-        """A job's helper has ended, or has not answered within ``late_s``: it is of no use."""
+    def _end(self, jobs: list[TextJob], helper: HelperProcess, late_s: float | None = None) -> None:
+        """A helper has ended, or has not answered within ``late_s``: it is of no use."""
         helper.hear_no_more()
-        self._running[job.lane.number].late.cancel()
-        task = self._spawner.spawn("bury a text helper", self._bury(job, helper, late_s))
+        self._running[jobs[0].lane.number].late.cancel()
+        task = self._spawner.spawn("bury a text helper", self._bury(jobs, helper, late_s))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _bury(self, job: TextJob, helper: HelperProcess, late_s: float | None) -> None:
+    async def _bury(self, jobs: list[TextJob], helper: HelperProcess, late_s: float | None) -> None:
+        job, again = jobs[0], False
         try:
             lost = await (helper.lost() if late_s is None else helper.late(late_s))
             log.warning(
                 "a text helper was lost",
                 action="text_helper_lost",
                 job=job.kind,
-                job_bytes=len(job.data),
+                jobs=len(jobs),
+                job_bytes=sum(len(each.data) for each in jobs),
                 owner=job.lane.owner,
                 text_digest=job.lane.model,
                 reason=lost.reason,
@@ -250,11 +328,21 @@ class HelperPool:
             )
             lost.long = job.lane.long
             self._lost.set()
-            job.lose(lost)
+            if len(jobs) > 1:
+                # Any of them may have done it, and none has been answered: each has its own turn.
+                again = True
+                for each in jobs:
+                    each.alone = True
+                    if not each.answer.done():
+                        self._waiting.add(each)
+            else:
+                job.lose(lost)
         finally:
-            job.lose(_STOPPING)
+            if not again:
+                for each in jobs:
+                    each.lose(_STOPPING)
             self._running.pop(job.lane.number, None)
-            self._dispatch()
+            self._begin_soon()
 
     async def _keep(self) -> None:
         """Start helpers, and others in place of those that are lost."""

@@ -150,13 +150,13 @@ def _worked_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-Heard = Callable[[Reply | Exception], None]
-"""Takes a helper's answer, or why there is none."""
+Heard = Callable[[list[Reply] | Exception], None]
+"""Takes a helper's answers, all of them, or why there are none."""
 
 
 class _Line(asyncio.Protocol):
-    """Our end of a helper's socket, for one job at a time: no streams and no task, for a job is
-    done within a tenth of a millisecond.
+    """Our end of a helper's socket: no streams and no task, for a job is done within a tenth of a
+    millisecond.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,11 @@ class _Line(asyncio.Protocol):
         self.worked_s = 0.0
         """Processor time that it had taken when it answered last."""
         self.heard: Heard | None = None
-        """Of the job that is under way."""
+        """Of the jobs that are under way."""
+        self.jobs = 1
+        """How many those are."""
+        self._replies: list[Reply] = []
+        """To the first of them."""
         self._got = bytearray()
 
     def data_received(self, data: bytes) -> None:
@@ -173,33 +177,38 @@ class _Line(asyncio.Protocol):
         if self._got:
             self._got += data
             got = self._got
-        length, worked_s = header_of(got[:HEADER_BYTES]) if len(got) >= HEADER_BYTES else (0, 0.0)
-        if len(got) < HEADER_BYTES + length:
-            if got is data:
-                self._got += data
-            return
-        answer = bytes(got[HEADER_BYTES : HEADER_BYTES + length])
-        self._got.clear()
-        self.worked_s = worked_s
+        at = 0
         try:
-            reply = reply_of(answer)
+            while len(self._replies) < self.jobs and len(got) >= at + HEADER_BYTES:
+                length, worked_s = header_of(got[at : at + HEADER_BYTES])
+                end_at = at + HEADER_BYTES + length
+                if len(got) < end_at:
+                    break
+                self._replies.append(reply_of(got[at + HEADER_BYTES : end_at]))
+                at, self.worked_s = end_at, worked_s
         except msgspec.DecodeError as error:
             self._say(error)
+            return
+        if got is data:
+            self._got += data[at:]
         else:
-            self._say(reply)
+            del self._got[:at]
+        if len(self._replies) == self.jobs:
+            self._say(self._replies)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone = True
         self._say(exc or EOFError("its end is closed"))
 
-    def _say(self, what: Reply | Exception) -> None:
+    def _say(self, what: list[Reply] | Exception) -> None:
         heard, self.heard = self.heard, None
+        self._got, self._replies = bytearray(), []
         if heard is not None:
             heard(what)
 
 
 class HelperProcess:
-    """A helper that does one job at a time."""
+    """A helper, which does one job after the other."""
 
     def __init__(self, launched: Launched, transport: asyncio.WriteTransport, line: _Line) -> None:
         self.launched = launched
@@ -241,11 +250,11 @@ class HelperProcess:
             raise
         return cls(launched, transport, line)
 
-    def begin(self, frames: list[bytes], heard: Heard) -> None:
-        """Hand it a job. ``heard`` is called once, also where it ends before it answers; then
-        ``lost`` says why.
+    def begin(self, frames: list[bytes], heard: Heard, jobs: int = 1) -> None:
+        """Hand it so many jobs. ``heard`` is called once, also where it ends before it has answered
+        them; then ``lost`` says why.
         """
-        self.line.heard = heard
+        self.line.heard, self.line.jobs = heard, jobs
         try:
             self._transport.writelines(frames)
         except (OSError, RuntimeError) as error:
@@ -259,9 +268,9 @@ class HelperProcess:
             HelperLost: it ended before it answered, or was ended at the deadline. It is of no use
                 any more.
         """
-        answer: asyncio.Future[Reply | Exception] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Reply] | Exception] = asyncio.get_running_loop().create_future()
 
-        def heard(what: Reply | Exception) -> None:
+        def heard(what: list[Reply] | Exception) -> None:
             if not answer.done():
                 answer.set_result(what)
 
@@ -277,7 +286,7 @@ class HelperProcess:
             raise
         if isinstance(what, Exception):
             raise await self.lost() from what
-        return what
+        return what[0]
 
     async def late(self, deadline_s: float) -> HelperLost:
         """End one that has not answered in time; what is to be said of it."""

@@ -147,7 +147,8 @@ class Texts:
         if digest is not None:
             self._strikes.check(digest)
         reply = await self._asked(job, owner, digest)
-        if isinstance(reply, Missing) and digest is not None:
+        while isinstance(reply, Missing) and digest is not None:
+            # More than once where a helper has let go of what it was given.
             bundle = await self._bundles.get(digest)
             reply = await self._asked(job, owner, digest, Give(digest=digest, bundle=bundle))
         if isinstance(reply, Failed):

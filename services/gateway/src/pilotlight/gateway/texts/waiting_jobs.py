@@ -3,10 +3,10 @@
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
 from pilotlight.gateway.texts.frames import Give, Reply, encoded, header
-from pilotlight.gateway.texts.process import HelperLost
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.lanes import LaneJob, LaneLoad
 
@@ -26,25 +26,31 @@ class TextJob:
     cpu_s: float
     give_cpu_s: float
     """For loading the bundle."""
-    answer: "asyncio.Future[Reply]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    came_s: float
+    answer: "asyncio.Future[Reply]"
+    alone: bool = False
+    """A helper was lost that had it with others."""
+
+    @property
+    def single(self) -> bool:
+        """It is handed over by itself."""
+        return self.alone or self.lane.long or self.give is not None
 
     @property
     def group(self) -> Group:
         """What it is to the policy."""
         return self.lane.owner, self.lane.model, self.lane.long
 
-    def lose(self, lost: HelperLost) -> None:
+    def lose(self, error: Exception) -> None:
         """There will be no answer, unless there is one."""
         if not self.answer.done():
-            self.answer.set_exception(lost)
+            self.answer.set_exception(error)
             self.answer.exception()  # Looked at: the caller may have left.
 
-    def frames(self) -> list[bytes]:
-        """What a helper is sent."""
+    def frames(self, *, held: bool) -> list[bytes]:
+        """What a helper is sent, which may hold the bundle already: another job has brought it."""
         frames: list[bytes] = []
-        if self.give is not None:
+        if self.give is not None and not held:
             given = encoded(self.give)
             frames += [header(given, self.give_cpu_s), given]
         return [*frames, header(self.data, self.cpu_s), self.data]
@@ -59,8 +65,9 @@ class WaitingJobs:
         # Ordered ones: to look at the first of a dict takes as long as it had others before.
         self._groups: dict[Group, OrderedDict[int, TextJob]] = {}
         self._group_of: dict[int, Group] = {}
-        self._jobs: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        # No ``Counter``, whose missing and deleted keys are Python.
+        self._jobs: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
         """Both by owner; a bundle is nobody's."""
         self._all_bytes = 0
         self._gives: dict[Digest, Give] = {}
@@ -101,8 +108,8 @@ class WaitingJobs:
         return LaneLoad(
             jobs=len(self),
             bytes=self._all_bytes,
-            own_jobs=self._jobs[owner],
-            own_bytes=self._bytes[owner],
+            own_jobs=self._jobs.get(owner, 0),
+            own_bytes=self._bytes.get(owner, 0),
         )
 
     def shared(self, give: Give) -> Give:
@@ -125,11 +132,30 @@ class WaitingJobs:
             group = self._groups[key] = OrderedDict()
         group[number] = job
         self._group_of[number] = key
-        self._jobs[owner] += 1
-        self._bytes[owner] += len(job.data)
+        self._jobs[owner] = self._jobs.get(owner, 0) + 1
+        self._bytes[owner] = self._bytes.get(owner, 0) + len(job.data)
         if job.give is not None:
             self._gives[job.give.digest] = job.give
             self._given[job.give.digest] += 1
+
+    def alike(self, first: LaneJob, most: int, most_bytes: int) -> list[TextJob]:
+        """The first job of a group, and those behind it, as far as they may go with it."""
+        group = self._groups[self._group_of[first.number]]
+        jobs: list[TextJob] = []
+        room_bytes = most_bytes
+        for job in islice(group.values(), most):
+            room_bytes -= len(job.data)
+            if jobs and (job.single or room_bytes < 0):
+                break
+            jobs.append(job)
+            if job.single:
+                break
+        return jobs
+
+    def fills(self, jobs: list[TextJob], most: int) -> bool:
+        """Whether no more may go with these, which wait: waiting longer gives nothing."""
+        first = jobs[0]
+        return len(jobs) == most or first.single or len(jobs) < len(self._groups[first.group])
 
     def pop(self, number: int) -> TextJob | None:
         """It waits no more; None when it did not."""
@@ -141,10 +167,11 @@ class WaitingJobs:
         if not group:
             del self._groups[key]
         owner = job.lane.owner
-        self._jobs[owner] -= 1
-        self._bytes[owner] -= len(job.data)
-        if not self._jobs[owner]:
+        if self._jobs[owner] == 1:
             del self._jobs[owner], self._bytes[owner]
+        else:
+            self._jobs[owner] -= 1
+            self._bytes[owner] -= len(job.data)
         self._all_bytes -= len(job.data)
         if job.give is not None:
             self._given[job.give.digest] -= 1
