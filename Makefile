@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-materialize fuzz-bodies
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-gpu bench-materialize fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -117,6 +117,9 @@ bench-cold-start:  ## cold and warm first tokens of the demo model on this machi
 bench-groups:  ## starts that nodes share behind links that tc shapes: stages, the ladder of techniques, bursts; into bench/results; needs root. PARTS=, ROUNDS=, ARGS='--set NAME=VALUE'
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/group_starts/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
+
+bench-groups-gpu:  ## starts from host memory that two GPUs of this machine share, and pauses while they become one, as JSON: ARGS='--shape 4B --rounds 3'; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/groups_gpu.py $(ARGS)
 
 bench-groups-tokens:  ## tokens over time of one long request that a group answers, with and without scaling down, as JSON: ARGS='--stages 2'
 	@tools/bootstrap.sh runtime
