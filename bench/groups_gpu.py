@@ -1,15 +1,15 @@
 """Starts that two GPUs of one host share: ``make bench-groups-gpu``, one JSON document.
 
-For each number of stages a system of its own (``pilotlight up``: NATS, PostgreSQL, objects, gateway,
-one worker a device) with random bfloat16 weights in files that memory holds. A model is asked for
-once, which brings it into the host pool and compiles what has to be compiled, and is then evicted
-and asked for again, ``--rounds`` times: each round is a start from host memory, over one bus or over
-two. Its answer goes on for ``--tokens`` tokens, through which a group becomes one worker. Told are
-seconds to the first and to the last token, the longest pause between two, and how long it took until
-one worker had the model. The SLO is one that no start meets, so the soonest of all that are allowed
-is chosen; that it had as many stages as it should have is checked.
+For each number of stages a system of its own (``pilotlight up``: NATS, PostgreSQL, objects,
+gateway, one worker a device) with random bfloat16 weights in files that memory holds. A model is
+asked for once, which brings it into the host pool and compiles what has to be compiled, and is then
+evicted and asked for again, ``--rounds`` times: each round is a start from host memory, over one
+bus or over two. Its answer goes on for ``--tokens`` tokens, through which a group becomes one
+worker. Told are seconds to the first and to the last token, the longest pause between two, and how
+long it took until one worker had the model. The SLO is one that no start meets, so the soonest of
+all that are allowed is chosen; starts with another number of stages are told and not counted.
 
-Before each round the system is left alone until both devices have registered the host pool's memory
+Before each round the system is left alone, so that both devices register the host pool's memory
 (``--rest-s``).
 """
 

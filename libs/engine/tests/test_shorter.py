@@ -38,7 +38,7 @@ WAYS = [
 
 @pytest.fixture
 def one_question_at_a_time(monkeypatch):
-    """Else a few layers are asked for, and handed over, in one step: no test meets it in between."""
+    """Else a few layers are asked for, and handed over, in one step."""
     monkeypatch.setattr(growth, "SETTLING_AT_ONCE", 1)
 
 

@@ -152,10 +152,14 @@ class Engine:
         tensors: Mapping[str, Source],
         following: Following | None = None,
     ) -> PlacedPart:
-        """Copies one part out of the given buffers (``Parameters.place``).
+        """Copies one part; the last makes the stage ready. While no request waits for it, its parts
+        give way to others' batches; those of one that grows, to its own.
 
-        The last one makes the stage ready. While no request waits for it, its parts give way to
-        others' batches; those of one that grows, to its own.
+        Args:
+            instance_id: the stage's.
+            part: as for ``Parameters.place``, as are the next two.
+            tensors: of the part.
+            following: the part that is placed next, if it has come.
 
         Raises:
             BadCheckpoint: the tensors are not those of this part. The stage can never be ready: its
@@ -192,9 +196,7 @@ class Engine:
         self._stages.free(instance_id)
 
     def drop(self, instance_id: InstanceId) -> None:
-        """Ends the requests on a stage, as cancelled, or, where parts are missing, with the error
-        ``not_loaded``, for they can run elsewhere; then frees it. Its pipeline notices.
-        """
+        """Ends the requests on a stage (``HeldStages.cancel_all``), and frees it."""
         if instance_id in self._stages:
             self._ended.extend(self._stages.cancel_all(instance_id))
             self._stages.free(instance_id)
@@ -207,13 +209,12 @@ class Engine:
         must: bool = False,
         target_bytes: int = 0,
     ) -> StageRoom:
-        """Gives a stage more bytes or fewer while it runs; KV grows or shrinks in place.
+        """Gives a stage more bytes or fewer while it runs.
 
         Args:
             instance_id: the stage's.
             device_bytes: what it has from now on.
-            must: others need the memory: KV does not grow, and requests that no longer fit even
-                alone end, to go on elsewhere.
+            must: others need the memory: KV does not grow, and what no longer fits alone ends.
             target_bytes: see ``resizing.resize``.
 
         Raises:

@@ -120,8 +120,8 @@ class StartRules:
     """Of ``pilotlight``: a group has a full-memory worker at its first stage. It leads, and the
     worker that becomes the whole instance is then the one that requests are at already."""
     share_nodes: bool = False
-    """Of ``pilotlight``: workers of one node may share a start where each has a bus of its own. What
-    they fetch comes over one link, and is predicted so. The paper's groups span servers."""
+    """Of ``pilotlight``: workers of one node may share a start where each has a bus of its own.
+    What they fetch comes over one link, and is predicted so. The paper's groups span servers."""
     max_steps: int | None = None
     """Workers that the search of ``pilotlight`` tries for some stage, over all sizes; after so many
     it answers with the best that it has found. None: it ends when nothing can be better."""

@@ -17,7 +17,14 @@ def told_of(error: Exception) -> tuple[str, str]:
 
 
 def end_of(command: Run, finish: FinishReason, code: str = "", message: str = "") -> Produced:
-    """The end of a request that ran nothing here."""
+    """The end of a request that ran nothing here.
+
+    Args:
+        command: that asked for it.
+        finish: how it ended.
+        code: of an error.
+        message: for people.
+    """
     return Produced(
         request_id=command.request_id,
         attempt=command.attempt,
