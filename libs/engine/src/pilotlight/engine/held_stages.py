@@ -86,7 +86,9 @@ class HeldStages(dict[InstanceId, ResidentStage]):
         give_back_heap()
 
     def cancel_all(self, instance_id: InstanceId) -> Iterator[Produced]:
-        """Ends the requests on a stage; see ``Engine.drop``."""
+        """Ends the requests on a stage, as cancelled, or, where parts are missing, with the error
+        ``not_loaded``, for they can run elsewhere. The other stages of its pipeline notice.
+        """
         resident = self.held(instance_id)
         lost = (
             None
