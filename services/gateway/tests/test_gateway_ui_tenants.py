@@ -10,6 +10,7 @@ from sqlalchemy import insert
 from pilotlight.common.db import tables
 from pilotlight.common.testing import MakeContext
 from pilotlight.gateway.admin.testing import checkpoint_files, write_folder
+from pilotlight.gateway.sessions import CSRF_HEADER
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.ui.tenant_pages import ROWS_SHOWN
 from pilotlight.gateway.ui.testing import UiWorld, ui_world
@@ -169,3 +170,16 @@ async def test_only_an_owner_is_offered_to_make_and_to_end_keys(world: UiWorld) 
     viewers = (await world.http.get("/ui/keys")).text
     assert ("one" in viewers, 'id="make"' in viewers) == (True, False)
     assert "/admin/v1/keys" not in viewers
+
+
+async def test_who_may_only_look_asks_no_model(world: UiWorld) -> None:
+    """A chat in the playground starts one."""
+    for role, status in (("viewer", 403), ("operator", 200)):
+        key = await make_key(world, role="admin", admin_role=role, label=role)
+        await world.sign_in(key["key"])
+        page = (await world.http.get("/ui/playground")).text
+        found = re.search(r'name="csrf-token" content="(\w+)"', page)
+        assert found is not None
+        asked = await world.http.post("/ui/chat", json={}, headers={CSRF_HEADER: found[1]})
+        assert asked.status_code == status, asked.text
+    assert asked.json()["role"] == "inference"

@@ -13,6 +13,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from pilotlight.common.errors import (
+    Forbidden,
     InternalError,
     MethodNotAllowed,
     PilotlightError,
@@ -28,6 +29,7 @@ from pilotlight.gateway.ui.pages import PageParts, Pages
 from pilotlight.gateway.ui.sign_in import SignIn
 from pilotlight.gateway.ui.templating import FOLDER, Templates
 from pilotlight.gateway.ui.tenant_pages import TenantPageParts, TenantPages
+from pilotlight.policy.access import AdminNeed, may_administer
 
 CHAT = "/chat"
 """What the playground asks: the body and the answer are those of ``/v1/chat/completions``."""
@@ -45,8 +47,13 @@ class SessionKeys:
 
         Raises:
             Unauthorized, Forbidden, DatabaseUnavailable: as ``Sessions.require``.
+            Forbidden: its key may look at things alone, and a chat starts a model.
         """
         key = await self._sessions.require(headers, changes=True)
+        if not may_administer(key.admin_role, AdminNeed.OPERATE):
+            raise Forbidden(
+                f"this key's role is {key.admin_role.value}, which does not let it start models, as a chat does"
+            )
         return KeyInfo(key.key_id, role, key.label)
 
 
