@@ -109,6 +109,33 @@ def test_a_prompt_alone_that_has_one_graph_waits_for_all_parts(driver, checkpoin
     assert outputs["a"] == model.greedy(PROMPTS[0], MAX_TOKENS)
 
 
+@pytest.mark.parametrize("first", ["a batch of two", "a prompt without a graph"])
+def test_who_is_left_alone_waits_for_all_parts(first, driver, checkpoint, layers_run):
+    """What had begun beside others, or before, is given up, and runs anew as one graph."""
+    model = checkpoint("llama")
+    runs, ran = driver(), layers_run(model)
+    begin(runs, model)
+    stage, alone = runs.engine._stages[I], first == "a prompt without a graph"
+    known = len(PROMPTS[0])
+    expect = (lambda tokens: tokens == known) if alone else (lambda _: True)
+    stage._compute = replace(stage._compute, expect=expect)
+    place(runs, model, 0, 1, 2)
+    if not alone:
+        runs.add("a", PROMPTS[0], max_tokens=MAX_TOKENS)
+    runs.add("b", [*PROMPTS[1], *PROMPTS[1], *PROMPTS[1]], max_tokens=MAX_TOKENS)
+    assert runs.engine.has_work
+    runs.step()
+    assert ran == [0, 1]
+    runs.engine.abort(RequestId("b"), 1)
+    if alone:
+        runs.add("a", PROMPTS[0], max_tokens=MAX_TOKENS)
+    for part in range(3, PARTS):
+        place(runs, model, part)
+        if runs.engine.has_work:
+            runs.step()
+    assert runs.finish()["a"] == model.greedy(PROMPTS[0], MAX_TOKENS)
+
+
 def test_another_model_steps_meanwhile(driver, checkpoint, prompts):
     model, other = checkpoint("llama"), checkpoint("qwen2")
     runs = driver()

@@ -83,5 +83,6 @@ def test_whatever_a_layout_says_a_step_runs_or_the_restore_failed(data: st.DataO
         assert rig.device.built == []
     else:
         assert rig.layout.differs(rig.slot, whole.addresses) is None
-        assert [trial.rows for trial in rig.layout.trials] == [1, 2, 4]
+        # What the archive has beside is a later release's.
+        assert {trial.rows for trial in rig.layout.trials} <= {1, 2, 4}
     rig.end()

@@ -75,6 +75,7 @@ def test_what_is_far_better_begins_anew() -> None:
     slow = mean_after(mean_after(None, 5.0), 5.0)
     assert mean_after(slow, 0.05) == Mean(0.05, 0.025, 3)
     assert mean_after(slow, 2.0) == Mean(5.0, 1.75, 2).after(2.0)
+    assert mean_after(slow, 0.0) == Mean(5.0, 1.75, 2).after(0.0), "it shows nothing"
     after_worse = mean_after(mean_after(slow, 0.05), 5.0)
     assert after_worse is not None
     assert after_worse.value == pytest.approx(0.7 * 0.05 + 0.3 * 5.0)

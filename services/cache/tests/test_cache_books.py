@@ -217,6 +217,30 @@ def test_two_instances_of_one_model_share_its_host_copy() -> None:
     assert books.host_free_bytes(pool(1000)) == 500
 
 
+def test_stages_of_one_model_on_one_node_each_bring_their_parts() -> None:
+    one = replace(model(), digest=Digest("d-a"))
+    sizes = one.spec.part_bytes
+    front, back = (
+        {part: sizes[part] for part in parts} for parts in (range(3), range(3, len(sizes)))
+    )
+    books = Books(
+        models=registered((one,)),
+        grants={
+            GrantId("g"): replace(grant("g", "a", 0, host=sum(front.values())), host_parts=front),
+            GrantId("h"): replace(grant("h", "a", 0, host=sum(back.values())), host_parts=back),
+        },
+    )
+    total, of_front = sum(sizes), sum(front.values())
+    assert books.host_free_bytes(pool(1000)) == 1000 - total
+    there = replace(copy("a", size_bytes=of_front), parts=tuple(front))
+    free = books.host_free_bytes(pool(1000 - of_front, there))
+    assert free == 1000 - total, "what is there of the one is nothing of the other"
+    books.grants[GrantId("h")] = replace(
+        books.grants[GrantId("h")], host_parts={**front, **back}, host_bytes=total
+    )
+    assert books.host_free_bytes(pool(1000)) == 1000 - total, "parts of both come once"
+
+
 def test_a_silent_worker_is_not_known() -> None:
     books = Books()
     hear(books, worker(), 0.0)

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.anyio
 
 WHOLE, FRONT, BACK = Stage(0, 4), Stage(0, 2), Stage(2, 4)
 MODEL = model()
+FULL_BYTES = stage_room(MODEL, WHOLE).least_bytes
+"""The whole model, and some KV."""
 LARGE = model(part_bytes=1000)
 """Of which KV is a small part."""
 
@@ -94,7 +96,7 @@ async def rig(bus: Bus) -> AsyncIterator[Rig]:
             one.placements[0],
             worker_id=WorkerId(f"w{at}"),
             stage=stage,
-            device_bytes=100 - 60 * at,
+            device_bytes=40 if at else FULL_BYTES,
             grant_id=GrantId(f"g{at}"),
         )
         for at, stage in enumerate((FRONT, BACK))
@@ -214,7 +216,7 @@ async def test_what_one_got_goes_back_where_another_has_no_room(rig: Rig) -> Non
 def become_two(rig: Rig, **changes: object) -> None:
     """Both workers have the room, and are to be instances."""
     one = group(rig)
-    places = tuple(replace(place, device_bytes=100) for place in one.placements)
+    places = tuple(replace(place, device_bytes=FULL_BYTES) for place in one.placements)
     one = replace(one, placements=places, targets=2, **changes)
     rig.book.put(Record(instance=one, model=MODEL))
 

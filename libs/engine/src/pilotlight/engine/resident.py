@@ -211,14 +211,15 @@ class ResidentStage:
         launched, self._launched = self._launched, None
         if launched is not None:
             return self._finish(launched, monotonic_s, may_wait=may_wait)
-        batch, self._under_way = self._going(), None
+        # Before the batch is taken: whether one is under way says how far another may go.
+        reach, batch, self._under_way = self.reach, self._going(), None
         if batch is None:
             plan = self.scheduler.schedule(monotonic_s())
             if not plan.requests:
                 wait_for_late(self.scheduler.requests)
                 return StageStep(plan=plan)
             batch = UnderWay(plan, torch.tensor(plan.token_ids), 0)
-        plan, reach = batch.plan, self.reach
+        plan = batch.plan
         outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
         if reach < self.spec.num_layers:
             self._under_way = UnderWay(plan, outputs, reach)
@@ -292,7 +293,7 @@ class ResidentStage:
             layer for layer, need in parts if any(one not in self.parameters for one in need)
         )
         requests = self.scheduler.requests
-        if layers and self._under_way is None and len(requests) == 1:
+        if layers and self._going() is None and len(requests) == 1:
             (request,) = requests
             if self._compute.expect(len(request.token_ids)):
                 return self.stage.start

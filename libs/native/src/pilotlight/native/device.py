@@ -235,10 +235,15 @@ class DeviceArena:
             raise MemoryError("no memory for a tensor's description")
         return _new_capsule(tensor, b"dltensor", None)
 
-    def close(self) -> None:
-        """Gives memory and addresses back. Nothing may use them any more."""
+    def close(self, *, done: bool = False) -> None:
+        """Gives memory and addresses back. Nothing may use them any more.
+
+        Args:
+            done: the device does not, either; else it is waited for, and with it what other
+                threads have under way there: a capture ends by that.
+        """
         if self.pointer:
-            self._library.get("arena_close", self.pointer)
+            self._library.get("arena_close", self.pointer, int(done))
             self.pointer = 0
 
 

@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "device_open": (c_int, (c_int, POINTER(c_void_p))),
     "device_memory": (c_int, (c_void_p, _U64, _U64)),
     "arena_open": (c_int, (c_void_p, c_int, c_uint64, c_uint64, POINTER(c_void_p))),
-    "arena_close": (None, (c_void_p,)),
+    "arena_close": (None, (c_void_p, c_int)),
     "arena_address": (c_uint64, (c_void_p,)),
     "arena_granule": (c_uint64, (c_void_p,)),
     "arena_physical_bytes": (c_uint64, (c_void_p,)),

@@ -10,6 +10,7 @@ its scheduler releases later.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pilotlight.cache.host_room import HostNeed, missing_bytes
 from pilotlight.common.roster import News, Roster
 from pilotlight.policy.arrivals import Access, ArrivalCount, ArrivalWindows, CounterLife
 from pilotlight.policy.cluster import (
@@ -69,6 +70,9 @@ class Grant:
     """
     since_s: float = 0.0
     """On the same clock: when it was made, or found by a cache that has just been started."""
+    host_parts: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Parts that it brings to the host pool, with their bytes; none: found by a cache that has just
+    been started, or made by a release that does not say."""
 
 
 @dataclass(slots=True)
@@ -265,29 +269,20 @@ class Books:
 
         A stage that is loaded needs none any more.
         """
-        present = {copy.digest: copy.size_bytes for copy in self.copies(node)}
+        present = {copy.digest: copy for copy in self.copies(node)}
         dropped = sum(
             copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped
         )
-        promised: dict[Digest, int] = {}
+        wanted: dict[Digest, list[HostNeed]] = {}
         for grant in self.grants.values():
             if grant.node_id == node.node_id and not self._is_loaded(grant):
-                missing = grant.host_bytes - present.get(grant.digest, 0)
-                promised[grant.digest] = max(promised.get(grant.digest, 0), missing)
-        return (
-            node.pool_free_bytes + dropped - sum(max(0, missing) for missing in promised.values())
+                asked = HostNeed(grant.host_bytes, grant.host_parts)
+                wanted.setdefault(grant.digest, []).append(asked)
+        promised = sum(
+            missing_bytes(node, present.get(digest), asked, self._part_bytes(digest))
+            for digest, asked in wanted.items()
         )
-
-    def is_in_a_row(self, node: NodeFacts, need_bytes: int, free_bytes: int) -> bool:
-        """Whether this many bytes lie in a row for sure, next to what is promised to others.
-
-        ``free_bytes``: see ``host_free_bytes``.
-        """
-        promised = max(0, node.pool_free_bytes - free_bytes)
-        return (
-            node.pool_largest_free_bytes is None
-            or need_bytes + promised <= node.pool_largest_free_bytes
-        )
+        return node.pool_free_bytes + dropped - promised
 
     def _is_loaded(self, grant: Grant) -> bool:
         view = self.roster.worker(grant.worker_id)
@@ -394,7 +389,11 @@ class Books:
             if not self._is_loaded(grant)
         )
 
-    def missing_host_bytes(self, node: NodeFacts, digest: Digest, host_bytes: int) -> int:
+    def missing_host_bytes(self, node: NodeFacts, digest: Digest, wanted: HostNeed) -> int:
         """What a fetch would still take of the pool."""
-        present = sum(copy.size_bytes for copy in self.copies(node) if copy.digest == digest)
-        return max(0, host_bytes - present)
+        copy = next((one for one in self.copies(node) if one.digest == digest), None)
+        return missing_bytes(node, copy, (wanted,), self._part_bytes(digest))
+
+    def _part_bytes(self, digest: Digest) -> tuple[int, ...]:
+        known = self.models.by_digest.get(digest)
+        return known[0].spec.part_bytes if known else ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pilotlight.cache.books import Books
+from pilotlight.cache.host_room import HostNeed, is_in_a_row, parts_of
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.registrations import Registrations
 from pilotlight.common.bus import Bus
@@ -187,7 +188,7 @@ class Holders:
             if not plan.victims and (
                 room.need_bytes == 0
                 or fits
-                or self._books.is_in_a_row(room.node, room.need_bytes, room.free_bytes)
+                or is_in_a_row(room.node, room.need_bytes, room.free_bytes)
             ):
                 return room.host_bytes
             reply = await self._drop(request, plan.victims)
@@ -213,7 +214,9 @@ class Holders:
         return _HostRoom(
             node=node,
             host_bytes=host_bytes,
-            need_bytes=self._books.missing_host_bytes(node, request.digest, host_bytes),
+            need_bytes=self._books.missing_host_bytes(
+                node, request.digest, HostNeed(host_bytes, parts_of(request))
+            ),
             free_bytes=self._books.host_free_bytes(node),
         )
 

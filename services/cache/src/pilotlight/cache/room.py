@@ -12,6 +12,7 @@ import structlog
 
 from pilotlight.cache.books import Books, Grant
 from pilotlight.cache.holders import Evicted, Holders
+from pilotlight.cache.host_room import parts_of
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
@@ -119,6 +120,7 @@ class RoomMaker:
                 epoch=request.epoch,
                 generation=request.generation,
                 since_s=self._clock.monotonic_s(),
+                host_parts=parts_of(request),
             )
             # In the books first: while the row is written, no other grant may count on these bytes.
             self._books.grants[grant.grant_id] = grant

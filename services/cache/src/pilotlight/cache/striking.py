@@ -70,6 +70,11 @@ class Striker:
         Raises:
             DatabaseUnavailable: copies went that are not recorded.
         """
+        spares = {
+            (node_id, digest): self._is_elsewhere(node_id, digest)
+            for node_id in self._books.roster.nodes
+            for digest in self._keeper.gives_way(node_id)
+        }
         for node_id in sorted(self._books.draining):  # 1
             async with self._locks[node_id]:
                 digests = self._books.strikable(node_id, self._keeper.keeps(node_id))
@@ -80,9 +85,26 @@ class Striker:
             if not spare and not old:
                 continue
             async with self._locks[node_id]:
+                # What was one of two may have become the last one while others were asked.
+                spare = [
+                    one
+                    for one in spare
+                    if not spares.get((node_id, one)) or self._is_elsewhere(node_id, one)
+                ]
                 await self._strike(node_id, SPARE, self._free_to_go(node_id, spare, now_s))  # 2
                 idle = self._free_to_go(node_id, old, now_s)
                 self._keeper.let_go(await self._strike(node_id, EXPIRED, idle))  # 3
+
+    def _is_elsewhere(self, node_id: NodeId, digest: Digest) -> bool:
+        """Whether another node that stays has all of a model in its pool."""
+        known = self._books.models.by_digest.get(digest)
+        if not known:
+            return False
+        others = self._books.pool.whole_on(digest, known[0].spec, (Tier.HOST,)) - {node_id}
+        return any(
+            one not in self._books.draining and (one, digest) not in self._books.dropped
+            for one in others
+        )
 
     def _old(self) -> Collection[str]:
         if self._keeper.misses_idle:

@@ -23,6 +23,9 @@ from pilotlight.native.library import NativeError
 
 _DLPACK_UINT, _BITS = 1, 8
 
+LEFT_BYTES = 1 << 30
+"""Of a device's free memory, for batches: what is shared beyond that would end them."""
+
 
 class PeerMemory:
     """What an engine can do with memory of its device, and with that of others."""
@@ -40,6 +43,11 @@ class PeerMemory:
     def share(self, num_bytes: int) -> "tuple[PeerWindow, int]":
         """See ``DeviceMemory.share``; whole granules."""
         arena: DeviceArena | None = None
+        free_bytes, _ = self._native.memory()
+        if free_bytes - num_bytes < LEFT_BYTES:
+            raise EngineFailed(
+                f"{free_bytes} bytes are free on {self._device}: steps need the rest"
+            )
         try:
             arena = DeviceArena(self._native, num_bytes)
             arena.back(0, num_bytes, num_bytes)
@@ -62,7 +70,7 @@ class PeerMemory:
         self, arena: DeviceArena | None, num_bytes: int, error: NativeError
     ) -> EngineFailed:
         if arena is not None:
-            arena.close()
+            arena.close(done=True)
         return EngineFailed(f"{num_bytes} bytes cannot be shared on {self._device}: {error}")
 
 
@@ -110,5 +118,5 @@ class PeerWindow:
         return own
 
     def close(self) -> None:
-        """See ``Window.close``."""
-        self._arena.close()
+        """See ``Window.close``; each copy was waited for."""
+        self._arena.close(done=True)

@@ -29,7 +29,7 @@ Arena::~Arena() {
         thread_.join();
     }
     driver().ctx_set_current(context);
-    driver().ctx_synchronize();
+    if (!done) driver().ctx_synchronize();
     for (const Chunks *mapped : {&chunks_, &stale_})
         for (auto &[start, chunk] : *mapped) driver().mem_unmap(address + start, chunk.stop - chunk.start);
     chunks_.clear();

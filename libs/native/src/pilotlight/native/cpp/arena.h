@@ -107,6 +107,8 @@ class Arena {
     int settle(std::uint64_t idle_bytes);
 
     const CUcontext context;
+    // Nothing on the device uses it any more: it ends without waiting for that, which would end captures of other threads.
+    bool done = false;
     const std::uint64_t address, bytes, granule;
     const std::shared_ptr<Books> books = std::make_shared<Books>();
 

@@ -28,8 +28,9 @@ PILOTLIGHT_EXPORT int pilotlight_arena_open(CUcontext context, int ordinal, std:
     return OK;
 }
 
-PILOTLIGHT_EXPORT void pilotlight_arena_close(Arena *arena) {
+PILOTLIGHT_EXPORT void pilotlight_arena_close(Arena *arena, int done) {
     end_pools(arena);
+    arena->done = done != 0;
     delete arena;
 }
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_arena_address(Arena *arena) { return arena->address; }

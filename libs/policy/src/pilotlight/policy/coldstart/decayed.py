@@ -46,7 +46,7 @@ def mean_after(known: Mean | None, sample: float | None, *, of_rates: bool = Fal
     if known is None:
         return Mean(sample, sample / 2)
     better = (known.value, sample) if of_rates else (sample, known.value)
-    if better[0] * FAR < better[1]:
+    if sample > 0 and better[0] * FAR < better[1]:
         return Mean(sample, sample / 2, known.samples + 1)
     return known.after(sample)
 

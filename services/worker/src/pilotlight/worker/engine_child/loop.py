@@ -236,6 +236,7 @@ class ChildLoop:
             )
 
     def _place(self, command: PlacePart, ready_s: float) -> None:
+        self._copying = False
         if command.instance_id not in self._loads:
             return  # The load failed, or was called off, after this was sent.
         grows = self._loads.grows(command.instance_id)
