@@ -1,4 +1,4 @@
-"""What stages still take of a host pool, part by part: several stages of one model may share a node."""
+"""What stages still take of a host pool; several stages of one model may share a node."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
