@@ -21,8 +21,9 @@ from pilotlight.engine.channel.channel import Frame
 from pilotlight.engine.channel.device_path import Devices
 from pilotlight.engine.channel.mailbox import Mailbox, is_here, post
 from pilotlight.engine.channel.ring import ALIGNMENT, Ring
+from pilotlight.engine.cuda import peers
 from pilotlight.engine.cuda.peers import PeerMemory
-from pilotlight.engine.errors import PeerLost
+from pilotlight.engine.errors import EngineFailed, PeerLost
 from pilotlight.native.device import Device
 
 RING = 4 * MIB
@@ -354,3 +355,16 @@ def test_an_answer_that_nobody_waits_for_changes_nothing(ends):
     takes._socket.sendall(stream._PREFIX.pack(b"PLch", stream._MAPPED, 1, 0))
     assert isinstance(passes(sends, takes, row(1000)).payload, memoryview)
     assert not sends.carries_device()
+
+
+def test_what_batches_need_of_a_device_is_not_shared(fake, monkeypatch):
+    native, before = Device(0, fake.path), fake.used_bytes
+    monkeypatch.setattr(peers, "LEFT_BYTES", native.memory()[0] - RING + 1)
+    with pytest.raises(EngineFailed, match="steps need the rest"):
+        PeerMemory(native, torch.device("cpu")).share(RING)
+    assert fake.used_bytes == before
+    monkeypatch.setattr(peers, "LEFT_BYTES", native.memory()[0] - RING)
+    window, descriptor = PeerMemory(native, torch.device("cpu")).share(RING)
+    os.close(descriptor)
+    window.close()
+    assert fake.used_bytes == before
