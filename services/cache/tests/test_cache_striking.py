@@ -45,6 +45,7 @@ class Rig(KeeperRig):
         self.there: dict[NodeId, tuple[Copy, ...]] = {N0: (), N1: ()}
         self.struck: list[tuple[NodeId, str, dict[Digest, ModelName]]] = []
         self.silent = False
+        self.locks = defaultdict[NodeId, asyncio.Lock](asyncio.Lock)
         self.striker = Striker(
             self.books,
             self,  # type: ignore[arg-type]
@@ -52,7 +53,7 @@ class Rig(KeeperRig):
             self.clock,
             EvictionRules(),
             self.keeper,
-            defaultdict(asyncio.Lock),
+            self.locks,
         )
 
     async def request(self, subject: str, message: Drop, *_: Any, **__: Any) -> Dropped:
@@ -183,3 +184,16 @@ async def test_nothing_else_goes_for_its_age(policy: str, mode: HostCopies) -> N
     await rig.sweep(LEARN_S)
     await rig.sweep(10 * KEEP_ALIVE_S)
     assert rig.struck == []
+
+
+async def test_what_becomes_the_last_one_while_others_are_asked_stays() -> None:
+    rig = full()
+    rig.say()
+    await rig.follow(LEARN_S)
+    async with rig.locks[N0]:
+        striking = asyncio.create_task(rig.striker.follow())
+        await asyncio.sleep(0)
+        rig.books.drop(N1, (A.digest,))
+    await striking
+    assert rig.struck == []
+    assert A.digest in {one.digest for one in rig.there[N0]}
