@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -218,15 +219,17 @@ class Bench:
         return {name: median(rows) for name, rows in found.items()}
 
     def _held(self, work: Path) -> Row:
-        """Memory of requests that wait: their model never ends to load."""
+        """Memory of requests that wait: who would start their model stands still."""
         limits = {
             "PILOTLIGHT_MAX_HELD": str(HELD + 64),
             "PILOTLIGHT_MAX_HELD_PER_MODEL": str(HELD + 64),
             "PILOTLIGHT_MAX_REQUESTS": str(HELD + 64),
             "PILOTLIGHT_HOLD_TIMEOUT_S": "600",
-            "PILOTLIGHT_DEVICE_BYTES": str(1 << 20),
         }
-        with servers.ours(work, variables=limits) as server:
+        with (
+            servers.ours(work, variables=limits) as server,
+            standing_still(server.pid, "scheduler"),
+        ):
             hold = {"concurrency": 1, "duration_s": 1.0, "hold": True}
             few = {**hold, "rate_per_s": HELD_PER_S, "most": 200, "warm_s": 2.0}
             ask(server, body(stream=True), **few)
@@ -285,6 +288,21 @@ def memory(root_pid: int) -> int:
                 if line.startswith("VmRSS"):
                     total += int(line.split()[1]) * 1024
     return total
+
+
+@contextlib.contextmanager
+def standing_still(root_pid: int, role: str) -> Iterator[None]:
+    """Processes of one role beneath another one are stopped meanwhile."""
+    pids = [pid for pid, (its, _) in cpu.read(root_pid).processes.items() if its == role]
+    if not pids:
+        raise SystemExit(f"there is no {role} beneath {root_pid}")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def metric(server: servers.Server, name: str) -> int:
