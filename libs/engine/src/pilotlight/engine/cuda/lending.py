@@ -81,8 +81,8 @@ class CudaLending:
             raise EngineFailed(f"{num_bytes} bytes are lent for {extent.num_bytes}")
         windows: list[PeerWindow] = []
         try:
-            for one in lent:
-                windows.append(self._peers.map(one.descriptor, one.num_bytes))
+            # Those that were mapped before one fails are among them.
+            windows.extend(self._peers.map(one.descriptor, one.num_bytes) for one in lent)
         except EngineError:
             for window in windows:
                 window.close()

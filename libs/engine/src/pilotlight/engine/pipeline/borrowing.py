@@ -86,9 +86,7 @@ class BorrowedParts:
             return None
         part = self._wanted.pop(0)
         self._asked[part] = memory.extent(part).num_bytes
-        return pack(
-            PartWanted(part=part, form=memory.form(part), mailbox=self._mailbox.address)
-        )
+        return pack(PartWanted(part=part, form=memory.form(part), mailbox=self._mailbox.address))
 
     def take_in(self, lent: PartLent) -> None:
         """Begins to copy what a stage lends; nothing, where that is not waited for any more."""
@@ -151,6 +149,7 @@ class BorrowedParts:
         self._wanted.clear()
         self._asked.clear()
         self._here.clear()
+        self._target = None
 
     def _look(self) -> None:
         """Begins anew where the stage is to have another range than before."""

@@ -103,7 +103,9 @@ class PipelineFollower:
         # Both are looked at in any case: what a socket did not take leaves then.
         before, behind, *ahead = [channel.readable for channel in self._own_channels]
         self._hang_up()
-        aside = behind or any(ahead) or self._lent.due or (self._next is not None and self._next.due)
+        aside = (
+            behind or any(ahead) or self._lent.due or (self._next is not None and self._next.due)
+        )
         if self._kept is not None:
             return self._resident.vouched or aside or self._before.lost
         if self._waiting is not None:

@@ -390,10 +390,10 @@ class PipelineLead:
         so_far = so_far or StageStep()
         if self._resident.target == self._resident.spec.whole:
             return self._go_on_alone(error, so_far)
-        if grown := self._resident.target is not None:
-            take_over(self._resident)
-            grown = self._resident.target is None
-        resident = self._resident
+        resident, grown = self._resident, self._resident.target is not None
+        if grown:
+            take_over(resident)
+            grown = resident.target is None
         produced = [resident.cancel(request, error) for request in resident.scheduler.requests]
         self.close()
         self._resident.pipeline = None
