@@ -34,13 +34,13 @@ def lends(child: "Child") -> dict[str, Any]:
         assert isinstance(wanted, PartWanted)
         extent = Extent(0, wanted.part)
         total = arena.lending.sum(extent).value
-        chunks: list[LentChunk] = []
-        for each, lent in enumerate(arena.lending.export(extent)):
-            nonce = bytes([number, each] * 8)
-            post(wanted.mailbox, nonce, lent.descriptor)
-            os.close(lent.descriptor)
-            chunks.append(LentChunk(nonce, lent.num_bytes, lent.wanted.start, lent.wanted.stop))
-        channel.send(pack(PartLent(part=wanted.part, chunks=tuple(chunks), total=total)), WAIT_S)
+        lent, nonce = arena.lending.export(extent), bytes([number] * 16)
+        post(wanted.mailbox, nonce, *(one.descriptor for one in lent))
+        for one in lent:
+            os.close(one.descriptor)
+        chunks = tuple(LentChunk(one.num_bytes, one.wanted.start, one.wanted.stop) for one in lent)
+        answer = PartLent(part=wanted.part, nonce=nonce, chunks=chunks, total=total)
+        channel.send(pack(answer), WAIT_S)
     if child.options.get("dies"):
         print("{}", flush=True)
         os._exit(0)
@@ -62,12 +62,12 @@ def borrows(child: "Child") -> dict[str, Any]:
             channel.send(pack(PartWanted(part=size, form=FORM, mailbox=mailbox.address)), WAIT_S)
             answer = unpack(channel.receive(WAIT_S))
             assert isinstance(answer, PartLent)
-            found: list[Lent] = []
-            for chunk in answer.chunks:
-                descriptor = mailbox.fetch(chunk.nonce)
-                assert descriptor is not None
-                wanted = Extent(chunk.start, chunk.stop)
-                found.append(Lent(descriptor, chunk.num_bytes, wanted))
+            descriptors = mailbox.fetch_all(answer.nonce, len(answer.chunks))
+            assert descriptors is not None
+            found = [
+                Lent(descriptor, chunk.num_bytes, Extent(chunk.start, chunk.stop))
+                for descriptor, chunk in zip(descriptors, answer.chunks, strict=True)
+            ]
             if size == sizes[-1] and number == ROUNDS - 1:
                 while not channel.lost:
                     wait_for_any([channel], 0.1)
@@ -78,8 +78,8 @@ def borrows(child: "Child") -> dict[str, Any]:
             total = borrowed.value
             took_s.append(monotonic() - began_s)
             borrowed.close()
-            for lent in found:
-                os.close(lent.descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
             if total != answer.total or not is_filled(arena, size):
                 wrong.append(size)
         speeds.append({"bytes": size, "gb_per_s": [round(size / one / 1e9, 3) for one in took_s]})

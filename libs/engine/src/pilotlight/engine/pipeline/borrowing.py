@@ -7,9 +7,9 @@ where all are on one host, in place of what the loader offers in the host's memo
        │ no stage lends      │ refused, late     │ they are not
        └─────────────────────┴───────────────────┴──────────────> NOT: from the host's memory
 
-A part is never worse off than without all this: the loader has it in the host's memory before it
-is asked for, and what does not come in time, or comes wrong, is copied from there. Nothing of it
-waits for the device or for the other stage.
+What does not come in time, or comes wrong, is copied from the host's memory as soon as the loader
+offers it there; what is here before that waits for it, so that a loader decides as ever when a
+stage has its parts. Nothing waits for the device or for the other stage.
 """
 
 import os
@@ -26,7 +26,8 @@ from pilotlight.engine.resident import ResidentStage
 from pilotlight.policy.model import Stage
 
 ASKED_AT_ONCE = 2
-"""Parts that are asked for or being copied: one is on its way while the next one is asked for."""
+"""Parts that are asked for or being copied: one is on its way while the next one is asked for, and
+no batch finds more than that beside it on the device."""
 PATIENCE_S = 1.0
 """How long a part that the loader offers waits for its neighbour: a long prompt may be in the way.
 After that nothing more is asked for."""
@@ -104,17 +105,14 @@ class BorrowedParts:
     def look(self, part: int, monotonic_s: Callable[[], float]) -> Came:
         """See ``Neighbour.look``."""
         self._look()
-        if part in self._copied and self._copied[part][0].ready:
-            borrowed, total = self._copied.pop(part)
-            if borrowed.value == total:
-                self._here.add(part)
-            else:
-                self._why[part] = "what came is not what was lent"
-            borrowed.close()
         if part in self._here:
             return Came.HERE
         if part in self._copied:
             return Came.WAITS
+        if part in self._wanted:
+            # The loader's order may be another one.
+            self._wanted.remove(part)
+            self._wanted.insert(0, part)
         if part in self._asked or part in self._wanted:
             now_s = monotonic_s()
             if now_s - self._since_s.setdefault(part, now_s) < PATIENCE_S:
@@ -152,39 +150,48 @@ class BorrowedParts:
         self._target = None
 
     def _look(self) -> None:
-        """Begins anew where the stage is to have another range than before."""
+        """Looks at what is being copied, and begins anew where the stage is to have another range
+        than before.
+        """
         resident = self._resident
-        if resident.target == self._target:
-            return
-        self.settle()
-        self._target = resident.target
-        self._since_s.clear()
-        self._why.clear()
-        if self._target is not None:
-            spec = resident.spec
-            lent = {part for stage in self._lenders for part in spec.parts_of(stage)}
-            self._wanted = [
-                part
-                for part in spec.parts_of(self._target)
-                if part in lent and part not in resident.parameters
-            ]
+        if resident.target != self._target:
+            self.settle()
+            self._target = resident.target
+            self._since_s.clear()
+            self._why.clear()
+            self._wanted = self._parts_of(self._target) if self._target is not None else []
+        ready = [part for part, (borrowed, _) in self._copied.items() if borrowed.ready]
+        for part in ready:
+            borrowed, total = self._copied.pop(part)
+            if borrowed.value == total:
+                self._here.add(part)
+            else:
+                self._why[part] = "what came is not what was lent"
+            borrowed.close()
+
+    def _parts_of(self, target: Stage) -> list[int]:
+        """Those that the stage lacks and others lend, in execution order."""
+        spec, placed = self._resident.spec, self._resident.parameters
+        lent = {part for stage in self._lenders for part in spec.parts_of(stage)}
+        return [part for part in spec.parts_of(target) if part in lent and part not in placed]
 
     def _borrow(self, lent: PartLent) -> Borrowed:
         memory = self._resident.memory
         lending, mailbox = memory.arena.lending, self._mailbox
         assert lending is not None, "it is asked for by those who can"
         assert mailbox is not None, "so is it"
-        found: list[Lent] = []
+        descriptors = mailbox.fetch_all(lent.nonce, len(lent.chunks))
+        if descriptors is None:
+            raise EngineFailed("the descriptors did not come")
+        found = [
+            Lent(descriptor, chunk.num_bytes, Extent(chunk.start, chunk.stop))
+            for descriptor, chunk in zip(descriptors, lent.chunks, strict=True)
+        ]
         try:
-            for chunk in lent.chunks:
-                descriptor = mailbox.fetch(chunk.nonce)
-                if descriptor is None:
-                    raise EngineFailed("a descriptor did not come")
-                found.append(Lent(descriptor, chunk.num_bytes, Extent(chunk.start, chunk.stop)))
             return lending.borrow(found, memory.extent(lent.part))
         finally:
-            for one in found:
-                os.close(one.descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _give_up(self, why: str) -> None:
         """Asks for nothing more of this range."""

@@ -137,9 +137,8 @@ class PartWanted(msgspec.Struct, tag="part_wanted", frozen=True, kw_only=True):
 
 
 class LentChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Memory whose descriptor came with these words; see ``Lent``."""
+    """Memory whose descriptor was posted; see ``Lent``."""
 
-    nonce: bytes
     num_bytes: int
     start: int
     stop: int
@@ -149,6 +148,8 @@ class PartLent(msgspec.Struct, tag="part_lent", frozen=True, kw_only=True):
     """Where the part lies, on its way to the leader; or why it cannot be copied."""
 
     part: int
+    nonce: bytes = b""
+    """With which the descriptors were posted, in the order of the chunks."""
     chunks: tuple[LentChunk, ...] = ()
     total: int = 0
     """As ``Lending.sum``, over the part's bytes."""

@@ -107,22 +107,20 @@ class LentParts:
         part, memory = asked.wanted.part, self._resident.memory
         lending = memory.arena.lending
         assert lending is not None, "the part was summed up"
-        chunks: list[LentChunk] = []
+        nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             lent = lending.export(memory.extent(part))
         except EngineError as error:
             return PartLent(part=part, why=error.message)
         try:
-            for one in lent:
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                post(asked.wanted.mailbox, nonce, one.descriptor)
-                chunks.append(LentChunk(nonce, one.num_bytes, one.wanted.start, one.wanted.stop))
+            post(asked.wanted.mailbox, nonce, *(one.descriptor for one in lent))
         except OSError as error:
             return PartLent(part=part, why=f"the leader cannot be reached: {error}")
         finally:
             for one in lent:
                 os.close(one.descriptor)
-        return PartLent(part=part, chunks=tuple(chunks), total=asked.total.value)
+        chunks = tuple(LentChunk(one.num_bytes, one.wanted.start, one.wanted.stop) for one in lent)
+        return PartLent(part=part, nonce=nonce, chunks=chunks, total=asked.total.value)
 
 
 def copy_of(resident: ResidentStage, wanted: KvWanted) -> Frame:
