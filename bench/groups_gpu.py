@@ -7,8 +7,9 @@ evicted and asked for again, ``--rounds`` times: each round is a start from host
 bus or over two. Its answer goes on for ``--tokens`` tokens, through which a group becomes one
 worker. Told are seconds to the first and to the last token, the longest pause between two, how long
 it took until one worker had the model, from the first token on too, and how many bytes of the stage
-that grew came from the other device and from the host pool, by the engines' logs. The SLO is one that no start meets, so the soonest of
-all that are allowed is chosen; starts with another number of stages are told and not counted.
+that grew came from the other device and from the host pool, by the engines' logs. The SLO is one
+that no start meets, so the soonest of all that are allowed is chosen; starts with another number of
+stages are told and not counted.
 
 Before each round the system is left alone, so that both devices register the host pool's memory
 (``--rest-s``).
