@@ -1,12 +1,13 @@
 """Engines on fake devices of one host, whose arenas lend each other what lies in them."""
 
+import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import FakeCuda, fake_cuda
 from pipelines import INSTANCE, MemoryPipeline, connect
 
 from pilotlight.engine.core.limits import BatchLimits
@@ -60,6 +61,19 @@ class Lenders:
         for made, arena in self.made:
             made.engine.drop(INSTANCE)
             arena.close()
+
+
+def lent_by(driver: Callable[..., Any]) -> Iterator[Lenders]:
+    """Lenders for a test; all of their memory is back at its end."""
+    gc.collect()
+    fake = fake_cuda()
+    fake.reset()
+    before = fake.reserved, fake.used_bytes
+    made = Lenders(fake, driver)
+    yield made
+    made.close()
+    fake.reset()
+    assert (fake.reserved, fake.used_bytes) == before
 
 
 @dataclass

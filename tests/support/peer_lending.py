@@ -1,4 +1,4 @@
-"""The roles of two processes of ``peer_child.py`` of which one copies from the other one's arena."""
+"""Roles of two processes of ``peer_child.py``: one copies from the other one's arena."""
 
 import os
 from time import monotonic

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +21,26 @@ from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.cuda.peers import PeerMemory, PeerWindow
 from pilotlight.engine.device.lending import SUM_ROW_BYTES, Lent
 from pilotlight.engine.errors import EngineError, EngineFailed
-
-if TYPE_CHECKING:
-    from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.native.device import Device
 
 _WORD_BYTES = 8
+
+
+class Exporting(Protocol):
+    """What is asked of an arena for it (``CudaArena``)."""
+
+    native: Device
+
+    @property
+    def device(self) -> torch.device: ...
+    def export(self, offset: int) -> tuple[int, Extent]: ...
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
 
 class CudaLending:
     """Of one arena, for one thread."""
 
-    def __init__(self, arena: "CudaArena") -> None:
+    def __init__(self, arena: Exporting) -> None:
         """Nothing is lent yet.
 
         Args:

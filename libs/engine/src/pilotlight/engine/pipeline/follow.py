@@ -393,9 +393,7 @@ class PipelineFollower:
             return  # The stage behind is gone, too.
 
     def _leave(self, error: PeerLost | None = None) -> StageStep:
-        """Leaves the pipeline; both neighbours notice. The stage stays, with its longer range if
-        it was to have one.
-        """
+        """Leaves the pipeline; the stage stays, with its longer range if it was to have one."""
         self.close()
         leave_pipeline(self._resident)
         return StageStep(left=error is None, lost=error)

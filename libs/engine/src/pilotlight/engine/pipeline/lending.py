@@ -5,7 +5,7 @@ are on devices of one host. The leader copies those from here, and needs its own
 
     leader                                                     the stage that has part 7
     "part 7, lying like this, to that mailbox"  -- the ring -->
-                                                               its device sums the part up, beside batches
+                                                               its device sums the part up
                                                 <-- mailbox --  descriptors of the memory
                                                 <-- the ring -- which bytes of it, and the sum
 
