@@ -8,6 +8,7 @@ from lending_engines import lent_by
 
 from pilotlight.engine.channel import mailbox
 from pilotlight.engine.core.extents import Extent
+from pilotlight.engine.cuda import lending as cuda_lending
 from pilotlight.engine.cuda.lending import sum_of
 from pilotlight.engine.device.lending import SUM_ROW_BYTES
 from pilotlight.engine.errors import EngineFailed
@@ -98,6 +99,31 @@ def test_what_is_not_as_long_is_not_borrowed(arenas, wanted):
     with pytest.raises(EngineFailed, match="are lent for"):
         there.lending.borrow(changed, Extent(0, 4 << 20))
     close(lent)
+
+
+def test_a_device_without_memory_for_sums_lends_and_borrows_nothing(arenas, lenders, monkeypatch):
+    def refuse(row):
+        raise torch.OutOfMemoryError("none is left")
+
+    here, there = arenas
+    lent = here.lending.export(Extent(0, 4 << 20))
+    monkeypatch.setattr(cuda_lending, "sum_of", refuse)
+    before = lenders.fake.mappings
+    with pytest.raises(EngineFailed, match="no memory to lend"):
+        here.lending.sum(Extent(0, 4 << 20))
+    with pytest.raises(EngineFailed, match="no memory to lend"):
+        there.lending.borrow(lent, Extent(0, 4 << 20))
+    assert lenders.fake.mappings == before
+    close(lent)
+
+
+def test_what_else_goes_wrong_on_a_device_is_not_hidden(arenas, monkeypatch):
+    def fail(row):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(cuda_lending, "sum_of", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        arenas[0].lending.sum(Extent(0, 4 << 20))
 
 
 def test_what_has_no_memory_is_not_exported(arenas):

@@ -9,8 +9,8 @@
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.cuda.peers import PeerMemory, PeerWindow
 from pilotlight.engine.device.lending import SUM_ROW_BYTES, Lent
 from pilotlight.engine.errors import EngineError, EngineFailed
+from pilotlight.engine.faults import out_of_memory
 from pilotlight.native.device import Device
 
 _WORD_BYTES = 8
@@ -78,7 +79,7 @@ class CudaLending:
 
     def sum(self, extent: Extent) -> "CudaSum":
         """See ``Lending.sum``."""
-        with _on(self._copying):
+        with _on(self._copying), _refusing():
             return CudaSum(self._bytes(extent), self._copying, self._looking)
 
     def borrow(self, lent: Sequence[Lent], extent: Extent) -> "CudaBorrowed":
@@ -92,22 +93,28 @@ class CudaLending:
         try:
             # Those that were mapped before one fails are among them.
             windows.extend(self._peers.map(one.descriptor, one.num_bytes) for one in lent)
+            with _on(self._copying), _refusing():
+                return CudaBorrowed(windows, self._copy(windows, lent, extent))
         except EngineError:
+            if self._copying is not None:
+                self._copying.synchronize()
             for window in windows:
                 window.close()
             raise
-        there = self._bytes(extent)
-        with _on(self._copying):
-            start = 0
-            for window, one in zip(windows, lent, strict=True):
-                stop = start + one.wanted.num_bytes
-                there[start:stop].copy_(window.view(one.wanted), non_blocking=True)
-                start = stop
-            return CudaBorrowed(windows, CudaSum(there, self._copying, self._looking))
+
+    def _copy(
+        self, windows: Sequence[PeerWindow], lent: Sequence[Lent], extent: Extent
+    ) -> "CudaSum":
+        there, start = self._bytes(extent), 0
+        for window, one in zip(windows, lent, strict=True):
+            stop = start + one.wanted.num_bytes
+            there[start:stop].copy_(window.view(one.wanted), non_blocking=True)
+            start = stop
+        return CudaSum(there, self._copying, self._looking)
 
     def peek(self, tensors: Sequence[Tensor], num_bytes: int) -> bytes:
         """See ``Lending.peek``."""
-        with torch.inference_mode(), _on(self._looking):
+        with torch.inference_mode(), _on(self._looking), _refusing():
             rows = [tensor.view(-1).view(torch.uint8)[-num_bytes:] for tensor in tensors]
             return torch.cat(rows).cpu().numpy().tobytes() if rows else b""
 
@@ -185,6 +192,17 @@ def sum_of(row: Tensor) -> Tensor:
     rows = row.view(torch.int64).view(-1, SUM_ROW_BYTES // _WORD_BYTES).sum(dim=1)
     weights = torch.arange(len(rows), dtype=torch.int64, device=row.device).mul_(2).add_(1)
     return rows.mul_(weights).sum()
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """Within it, a device without memory for what torch takes beside is one that does not lend."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise EngineFailed(f"the device has no memory to lend or borrow: {error}") from error
 
 
 def _on(stream: "torch.cuda.Stream | None") -> AbstractContextManager[None]:

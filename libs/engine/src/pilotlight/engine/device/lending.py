@@ -71,7 +71,11 @@ class Lending(Protocol):
         ...
 
     def sum(self, extent: Extent) -> Sum:
-        """Begins to sum up bytes of the arena; whole granules."""
+        """Begins to sum up bytes of the arena; whole granules.
+
+        Raises:
+            EngineError: the device cannot now.
+        """
         ...
 
     def borrow(self, lent: Sequence[Lent], extent: Extent) -> Borrowed:
@@ -85,5 +89,8 @@ class Lending(Protocol):
     def peek(self, tensors: Sequence[Tensor], num_bytes: int) -> bytes:
         """The last bytes of each tensor, or all of a shorter one. Waits for nothing else that the
         device does.
+
+        Raises:
+            EngineError: the device cannot now.
         """
         ...

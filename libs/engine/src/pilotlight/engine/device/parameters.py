@@ -10,7 +10,7 @@ from torch import Tensor
 from pilotlight.engine.device.copying import Ordered, Source, is_as_stored
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.neighbour import Came, Neighbour
-from pilotlight.engine.errors import BadCheckpoint, BadRequest
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
 from pilotlight.policy.model import Dtype
@@ -144,7 +144,7 @@ class Parameters:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=False, waits=True)
         if came is Came.HERE:
             stored = self._stored(part, tensors)
-            if self._is_of(stored):
+            if not (objection := self._objection(stored)):
                 self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
                 return PlacedPart(
                     copy_s=monotonic_s() - start_s,
@@ -152,16 +152,22 @@ class Parameters:
                     ready=self.complete,
                     by_device_bytes=sum(place.nbytes for place, _ in stored),
                 )
-            neighbour.refuse(part, "what came is of another model")
+            neighbour.refuse(part, objection)
         return neighbour.why(part)
 
-    def _is_of(self, stored: Sequence[tuple[Tensor, Source]]) -> bool:
-        """Whether places hold what the checkpoint has for them, as far as that is looked at."""
+    def _objection(self, stored: Sequence[tuple[Tensor, Source]]) -> str:
+        """Why places do not hold what the checkpoint has for them, as far as that is looked at;
+        empty: they do.
+        """
         same = [(place, source[2]) for place, source in stored if is_as_stored(place, source)]
         lending = self._memory.arena.lending
         assert lending is not None, "a neighbour has filled them"
         expected = b"".join(bytes(buffer[-PEEK_BYTES:]) for _, buffer in same)
-        return lending.peek([place for place, _ in same], PEEK_BYTES) == expected
+        try:
+            found = lending.peek([place for place, _ in same], PEEK_BYTES)
+        except EngineError as error:
+            return error.message
+        return "" if found == expected else "what came is of another model"
 
     def _order(self, part: int, tensors: Mapping[str, Source], *, background: bool) -> None:
         """Has a part's copies begin, where something copies by itself."""

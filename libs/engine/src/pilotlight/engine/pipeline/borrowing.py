@@ -48,8 +48,7 @@ class BorrowedParts:
         """What the rest is about."""
         self._wanted: list[int] = []
         """Not asked for yet, in execution order."""
-        self._asked: dict[int, int] = {}
-        """Under way: which bytes each has."""
+        self._asked: set[int] = set()
         self._copied: dict[int, tuple[Borrowed, int]] = {}
         """On their way, each with the sum that it should have."""
         self._here: set[int] = set()
@@ -86,13 +85,14 @@ class BorrowedParts:
             self._give_up(f"there is no mailbox: {error}")
             return None
         part = self._wanted.pop(0)
-        self._asked[part] = memory.extent(part).num_bytes
+        self._asked.add(part)
         return pack(PartWanted(part=part, form=memory.form(part), mailbox=self._mailbox.address))
 
     def take_in(self, lent: PartLent) -> None:
         """Begins to copy what a stage lends; nothing, where that is not waited for any more."""
-        if self._asked.pop(lent.part, None) is None:
+        if lent.part not in self._asked:
             return
+        self._asked.remove(lent.part)
         if lent.why:
             self._why[lent.part] = lent.why
             return
@@ -135,9 +135,7 @@ class BorrowedParts:
         """
         self.settle()
         self._lenders = ()
-        if self._mailbox is not None:
-            self._mailbox.close()
-            self._mailbox = None
+        self._close_mailbox()
 
     def settle(self) -> None:
         """See ``Neighbour.settle``."""
@@ -199,3 +197,10 @@ class BorrowedParts:
             self._why[part] = why
         self._wanted.clear()
         self._asked.clear()
+        self._close_mailbox()
+
+    def _close_mailbox(self) -> None:
+        """Memory whose descriptors still come is in use no more."""
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
