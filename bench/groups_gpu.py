@@ -5,9 +5,11 @@ gateway, one worker a device) with random bfloat16 weights in files that memory 
 asked for once, which brings it into the host pool and compiles what has to be compiled, and is then
 evicted and asked for again, ``--rounds`` times: each round is a start from host memory, over one
 bus or over two. Its answer goes on for ``--tokens`` tokens, through which a group becomes one
-worker. Told are seconds to the first and to the last token, the longest pause between two, and how
-long it took until one worker had the model. The SLO is one that no start meets, so the soonest of
-all that are allowed is chosen; starts with another number of stages are told and not counted.
+worker. Told are seconds to the first and to the last token, the longest pause between two, how long
+it took until one worker had the model, from the first token on too, and how many bytes of the stage
+that grew came from the other device and from the host pool, by the engines' logs. The SLO is one
+that no start meets, so the soonest of all that are allowed is chosen; starts with another number of
+stages are told and not counted.
 
 Before each round the system is left alone, so that both devices register the host pool's memory
 (``--rest-s``).
@@ -48,6 +50,16 @@ PAUSES = 5
 MORE_TRIES = 3
 """Starts that may have another number of stages than they should; they are told and not counted."""
 SEED = 11
+SAMPLED = (
+    "first_s",
+    "last_s",
+    "longest_pause_ms",
+    "median_gap_ms",
+    "one_worker_s",
+    "first_to_one_worker_s",
+    "by_device_bytes",
+    "by_pool_bytes",
+)
 FLOOR_TTFT, FLOOR_PAUSE_MS = 0.70, 50.0
 
 
@@ -137,6 +149,30 @@ class Watch:
         return self.one_worker_s
 
 
+class Parts:
+    """What the logs of engines say of the way that parameters came to stages that grew."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._read: dict[Path, int] = {}
+        """Lines that were looked at."""
+
+    def news(self) -> dict[str, Any]:
+        """Since the last call."""
+        told: dict[str, Any] = {"by_device_bytes": 0, "by_pool_bytes": 0, "not_lent": []}
+        for log in sorted(self._home.glob("**/engine-*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            for line in lines[self._read.get(log, 0) :]:
+                if '"parts_came"' in line:
+                    came = json.loads(line)
+                    told["by_device_bytes"] += came["device_bytes"]
+                    told["by_pool_bytes"] += came["pool_bytes"]
+                elif '"part_not_lent"' in line:
+                    told["not_lent"].append(json.loads(line)["why"])
+            self._read[log] = len(lines)
+        return told
+
+
 def newest_start(served: Served) -> dict[str, Any]:
     """How many stages the scheme has that was chosen last, and what was predicted of it and of
     others.
@@ -190,17 +226,21 @@ def rounds_of(asked: argparse.Namespace, size: int, work: Path) -> list[dict[str
     with system(work, variables, asked.kind, ("--nodes", str(asked.nodes))) as served:
         body = {"name": MODEL, "uri": folder.as_uri(), "slo": SLO, "keep_alive_s": 3600}
         served.admin("POST", "/models", body)
+        parts = Parts(work / "home")
         # The first start fills the host pool, and the second compiles what a group needs.
         for number in range(asked.rounds + 2 + MORE_TRIES):
             watch = Watch(served)
             answer = ask(served, prompts[number > 1], asked.tokens)
+            one_worker_s = watch.wait()
             figures = {
                 **newest_start(served),
                 "first_s": round(answer.at_s[0], 4),
                 "last_s": round(answer.at_s[-1], 4),
                 "longest_pause_ms": round(1e3 * max(answer.gaps_s), 2),
                 "median_gap_ms": round(1e3 * statistics.median(answer.gaps_s), 3),
-                "one_worker_s": round(watch.wait(), 3),
+                "one_worker_s": round(one_worker_s, 3),
+                "first_to_one_worker_s": round(one_worker_s - answer.at_s[0], 3),
+                **parts.news(),
                 "pauses": answer.pauses,
                 "text": answer.text,
                 "phases": phases_of(record_of(served, answer.trace_id)),
@@ -220,10 +260,7 @@ def document(asked: argparse.Namespace, found: dict[int, list[dict[str, Any]]]) 
     commit_named, _, day = commit().partition(" ")
     rows: list[dict[str, Any]] = []
     for size, rounds in found.items():
-        samples = {
-            name: [one[name] for one in rounds]
-            for name in ("first_s", "last_s", "longest_pause_ms", "median_gap_ms", "one_worker_s")
-        }
+        samples = {name: [one[name] for one in rounds] for name in SAMPLED}
         rows.append(
             {
                 "what": f"{asked.shape} from the host pool, s = {size}, {asked.tokens} tokens",
@@ -236,6 +273,7 @@ def document(asked: argparse.Namespace, found: dict[int, list[dict[str, Any]]]) 
                 "unit": "see the names",
                 "samples": samples,
                 "medians": {name: statistics.median(of) for name, of in samples.items()},
+                "not_lent": sorted({why for one in rounds for why in one["not_lent"]}),
                 "phases_of_the_last": rounds[-1]["phases"],
             }
         )

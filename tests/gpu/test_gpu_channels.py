@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peer_child import MAX_TOKENS, PROMPTS, pair
+from peer_child import MAX_TOKENS, PROMPTS
+from peer_pair import pair
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 
@@ -55,6 +56,7 @@ def test_a_pipeline_says_what_one_engine_says_and_becomes_one(shown: tuple[str, 
         assert ways[0] == "device memory"
         assert not ways[1].startswith("closed: 0 bytes")
         assert ways[1].endswith(" 0 had no room there")
+    assert all(lead["by_device"]), lead["reasons"]
 
 
 def test_kv_comes_by_its_tokens(shown: tuple[str, str]) -> None:

@@ -8,7 +8,6 @@ it found; all of it in lines of JSON.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from channel_ends import HERE, HOST, THERE
+from peer_lending import borrows, lends
 from random_models import random_parts, source_of, spec_of
 
 from pilotlight.engine.channel import device_path
@@ -37,7 +37,6 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline import frames
 from pilotlight.engine.pipeline.frames import KvCopied, header_of, pack, tensor_of, unpack
 from pilotlight.engine.pipeline.joining import NextStage, join
-from pilotlight.native.device import Device
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.request import RequestKey, Sampling
@@ -60,18 +59,19 @@ class Child:
         self.ways: list[str] = []
         driver = options.get("driver", "")
         if driver:
-            self.device, self.arena = torch.device("cpu"), None
-            native = Device(0, driver)
+            self.device = torch.device("cpu")
+            self.arena = CudaArena(
+                0, num_slots=2, slot_bytes=32 << 30, driver=driver, device=self.device
+            )
             frames.on_device = lambda tensor: True  # pyright: ignore[reportAttributeAccessIssue]
         else:
             self.device = torch.device("cuda", 0)
             torch.zeros(1, device=self.device)
             self.arena = CudaArena(0)
-            # A granule has room for thousands of the small models' tokens.
-            self.arena.whole_granules = False
-            native = self.arena.native
+        # A granule has room for thousands of the small models' tokens.
+        self.arena.whole_granules = False
         device_path.LEAST_BYTES = 1
-        self.devices = Devices(PeerMemory(native, self.device), self.ways.append)
+        self.devices = Devices(PeerMemory(self.arena.native, self.device), self.ways.append)
         self.me = HERE if options["first"] else THERE
         self.other = THERE if options["first"] else HERE
         self.door = Door(self.me, (HOST, 0), monotonic, devices=self.devices)
@@ -263,9 +263,18 @@ def leads(child: Child) -> dict[str, Any]:
     step(engine, tokens, partial(have, 20, INSTANCE))
     in_pipeline = sum(map(len, tokens.values()))
     room = engine.extend(INSTANCE, SPEC.whole, bytes_of(SPEC.whole))
-    for part in room.parts:
-        if part not in SPEC.parts_of(LEAD):
-            engine.place_part(INSTANCE, part, PARTS[part])
+    left = [part for part in room.parts if part not in SPEC.parts_of(LEAD)]
+    by_device: list[int] = []
+    reasons: list[str] = []
+
+    def offer(_: dict[str, list[int]]) -> bool:
+        if left and not (placed := engine.place_part(INSTANCE, left[0], PARTS[left[0]])).waits:
+            by_device.append(placed.by_device_bytes)
+            reasons.append(placed.why)
+            del left[0]
+        return not left
+
+    step(engine, tokens, offer)
     step(
         engine,
         tokens,
@@ -278,7 +287,9 @@ def leads(child: Child) -> dict[str, Any]:
         if tokens[f"{INSTANCE}/{number}"] != expected[f"{WHOLE}/{number}"]
     ]
     alone = not engine.channels
-    return {"wrong": wrong, "alone": alone, "in_pipeline": in_pipeline, "ways": child.ways}
+    parts = {"by_device": by_device, "reasons": reasons}
+    told = {"wrong": wrong, "alone": alone, "in_pipeline": in_pipeline, "ways": child.ways}
+    return {**told, **parts}
 
 
 def follows(child: Child) -> dict[str, Any]:
@@ -337,52 +348,9 @@ def asks(child: Child) -> dict[str, Any]:
     return {"tokens": tokens["moved"], "kv_tokens": stop, "devices": devices}
 
 
-def pair(
-    roles: tuple[str, str], shown: tuple[str, str], **options: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Runs two processes, each shown one device, to their end; what they found."""
-    children: list[subprocess.Popen[str]] = []
-    try:
-        for role, device in zip(roles, shown, strict=True):
-            given = json.dumps({**options, "first": not children})
-            paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, role, given],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": device, "PYTHONPATH": paths},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        ports = [_line(child) for child in children]
-        for child, port in zip(children, reversed(ports), strict=True):
-            assert child.stdin is not None
-            child.stdin.write(port)
-            child.stdin.flush()
-        found: list[dict[str, Any]] = []
-        for child in children:
-            said, why = child.communicate(timeout=2 * DEADLINE_S)
-            assert child.returncode == 0, why[-4000:]
-            found.append(json.loads(said.splitlines()[-1]))
-        return found[0], found[1]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-
-
-def _line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise AssertionError(child.communicate()[1][-4000:])
-    return line
-
-
 ROLES = {
-    one.__name__: one for one in (sends, takes, vanishes, remains, leads, follows, gives, asks)
+    one.__name__: one
+    for one in (sends, takes, vanishes, remains, leads, follows, gives, asks, lends, borrows)
 }
 
 if __name__ == "__main__":

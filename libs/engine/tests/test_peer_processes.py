@@ -4,7 +4,8 @@ tests/gpu/test_gpu_channels.py.
 
 import pytest
 from fake_cuda import fake_cuda
-from peer_child import MAX_TOKENS, PROMPTS, pair
+from peer_child import MAX_TOKENS, PROMPTS
+from peer_pair import pair
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 
@@ -40,6 +41,7 @@ def test_a_pipeline_says_what_one_engine_says_and_becomes_one(driver):
         assert ways[0] == "device memory"
         assert not ways[1].startswith("closed: 0 bytes")
         assert ways[1].endswith(" 0 had no room there")
+    assert all(lead["by_device"]), lead["reasons"]
 
 
 def test_kv_comes_by_its_tokens(driver):
@@ -48,3 +50,11 @@ def test_kv_comes_by_its_tokens(driver):
     assert asking["kv_tokens"] == PROMPTS[3] // BLOCK_TOKENS * BLOCK_TOKENS
     assert giving["ways"][0] == "device memory"
     assert not giving["ways"][1].startswith("closed: 0 bytes")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_parts_are_copied_from_another_process(driver, dies):
+    """The last time when that has given its memory back, or was gone."""
+    sizes = [2 << 20, 8 << 20]
+    _, found = pair(("lends", "borrows"), NO_DEVICES, driver=driver, sizes=sizes, dies=dies)
+    assert found["wrong"] == []

@@ -40,6 +40,10 @@ class PlacedPart:
     """Every part of the stage is in place now."""
     waits: bool = False
     """It is not in place: its copies go on in the background, and it has to be placed again."""
+    by_device_bytes: int = 0
+    """Of tensors that came from the device of a neighbour, and not from the given buffers."""
+    why: str = ""
+    """Why it did not come from a neighbour, where that was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 NONCE_BYTES = 16
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MOST_BYTES, _MOST_FDS = 64, 4
+_MOST_BYTES = 64
 """Of a datagram that is looked at."""
+MOST_DESCRIPTORS = 64
+"""Of one datagram."""
 
 
 class Mailbox:
@@ -40,20 +42,24 @@ class Mailbox:
 
         What came with others is thrown away.
         """
-        found: int | None = None
-        while found is None:
+        found = self.fetch_all(nonce, 1)
+        return found[0] if found else None
+
+    def fetch_all(self, nonce: bytes, count: int) -> list[int] | None:
+        """As ``fetch``, of so many descriptors that came together."""
+        while True:
             try:
                 said, fds, _, _ = socket.recv_fds(
-                    self._socket, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+                    self._socket, _MOST_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except OSError:
                 return None
-            if len(fds) == 1 and hmac.compare_digest(said, nonce):
-                found = fds.pop()
-                os.set_inheritable(found, False)  # Not every system minds the flag.
+            if len(fds) == count and hmac.compare_digest(said, nonce):
+                for descriptor in fds:
+                    os.set_inheritable(descriptor, False)  # Not every system minds the flag.
+                return list(fds)
             for descriptor in fds:
                 os.close(descriptor)
-        return found
 
     def close(self) -> None:
         """Nothing comes any more. Closing twice is closing once."""
@@ -66,16 +72,19 @@ def is_here(address: str) -> bool:
     return bool(host) and bool(name) and host == _boot_id()
 
 
-def post(address: str, nonce: bytes, descriptor: int) -> None:
-    """Sends a descriptor to a mailbox of this host; it stays the caller's, too.
+def post(address: str, nonce: bytes, *descriptors: int) -> None:
+    """Sends descriptors to a mailbox of this host; they stay the caller's, too.
 
     Raises:
-        OSError: there is no such mailbox in this network namespace, or it is full.
+        OSError: there is no such mailbox in this network namespace, or it is full, or these are too
+            many.
     """
+    if len(descriptors) > MOST_DESCRIPTORS:
+        raise OSError(f"{len(descriptors)} descriptors do not go together")
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with socket.socket(socket.AF_UNIX, kind) as sender:
         sender.connect(_bound_to(address.partition("/")[2]))
-        socket.send_fds(sender, [nonce], [descriptor])
+        socket.send_fds(sender, [nonce], descriptors)
 
 
 def _bound_to(name: str) -> bytes:

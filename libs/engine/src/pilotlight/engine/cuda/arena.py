@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent, ExtentSet
 from pilotlight.engine.core.slots import SlotTable
+from pilotlight.engine.cuda.dlpack import DLPACK_TYPES, dlpack_kind
+from pilotlight.engine.cuda.lending import CudaLending
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.stream import Streamer
 from pilotlight.engine.device.arena_protocol import Scratch, Slot
@@ -37,18 +39,6 @@ KV_CHUNK_BYTES, WHOLE_BYTES = 512 << 20, 1 << 30
 """Longest chunks of KV, and of other memory. To map and unmap a chunk costs nearly the same
 whatever its length."""
 POOL_CHUNK_BYTES = 32 << 20
-_DLPACK_CPU, _DLPACK_CUDA = 1, 2
-_DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
-    torch.bfloat16: (4, 16),
-    torch.float16: (2, 16),
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.uint8: (1, 8),
-    torch.int16: (0, 16),
-    torch.int32: (0, 32),
-    torch.int64: (0, 64),
-}
-"""DLPack's type code and bits."""
 
 
 class CudaArena:
@@ -115,6 +105,8 @@ class CudaArena:
         )
         """Gives no memory itself: the graph pools that come and go belong to its group."""
         self._streamer: Streamer | None = None
+        self.lending = CudaLending(self)
+        """See ``Arena.lending``."""
 
     @property
     def copier(self) -> Streamer:
@@ -229,7 +221,7 @@ class CudaArena:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""
-        code, bits = _DLPACK_TYPES[dtype]
+        code, bits = DLPACK_TYPES[dtype]
         kind, ordinal = dlpack_kind(self.device)
         return torch.from_dlpack(
             self.native_arena.capsule(offset, shape, code, bits, kind, ordinal)
@@ -295,11 +287,6 @@ class CudaArena:
         self.workspace.close()
         self._graph_memory.close()
         self.native_arena.close()
-
-
-def dlpack_kind(device: torch.device) -> tuple[int, int]:
-    """A device's kind and number, as DLPack has them."""
-    return (_DLPACK_CUDA, device.index) if device.type == "cuda" else (_DLPACK_CPU, 0)
 
 
 def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> DeviceArena:

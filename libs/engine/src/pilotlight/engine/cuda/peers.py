@@ -15,7 +15,8 @@ meanwhile.
 import torch
 from torch import Tensor
 
-from pilotlight.engine.cuda.arena import dlpack_kind
+from pilotlight.engine.core.extents import Extent
+from pilotlight.engine.cuda.dlpack import dlpack_kind
 from pilotlight.engine.errors import EngineFailed
 from pilotlight.engine.faults import out_of_memory
 from pilotlight.native.device import Device, DeviceArena
@@ -116,6 +117,10 @@ class PeerWindow:
             own.record_stream(user)
         self._stream.synchronize()
         return own
+
+    def view(self, extent: Extent) -> Tensor:
+        """Bytes of it where they lie, until it is closed."""
+        return self._all[extent.start : extent.stop]
 
     def close(self) -> None:
         """See ``Window.close``; each copy was waited for."""

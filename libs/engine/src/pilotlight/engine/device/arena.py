@@ -57,6 +57,7 @@ class CpuArena:
 
     device = torch.device("cpu")
     copier = HostCopier()
+    lending = None
     granule_bytes = GRANULE_BYTES
     pool_bytes = 0
     steps_bytes = 0

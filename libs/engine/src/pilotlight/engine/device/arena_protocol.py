@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.device.copying import PartCopier
+from pilotlight.engine.device.lending import Lending
 from pilotlight.engine.errors import NoRoom
 
 
@@ -78,6 +79,11 @@ class Arena(Protocol):
     @property
     def copier(self) -> PartCopier:
         """What brings parameters there."""
+        ...
+
+    @property
+    def lending(self) -> Lending | None:
+        """How other engines of the host copy from it, and it from theirs; None: they cannot."""
         ...
 
     @property
@@ -197,6 +203,10 @@ class Slot:
         self._first = number * arena.slot_bytes
         self.number = number
 
+    def placed(self, extent: Extent) -> Extent:
+        """The same bytes, counted from the arena's beginning."""
+        return Extent(self._first + extent.start, self._first + extent.stop)
+
     def back(self, extent: Extent) -> None:
         """See ``Arena.back``; the extent lies in the slot.
 
@@ -207,11 +217,11 @@ class Slot:
             raise NoRoom(
                 f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})"
             )
-        self._arena.back(self._placed(extent))
+        self._arena.back(self.placed(extent))
 
     def unback(self, *extents: Extent) -> None:
         """See ``Arena.unback``."""
-        self._arena.unback(*map(self._placed, extents))
+        self._arena.unback(*map(self.placed, extents))
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""
@@ -224,6 +234,3 @@ class Slot:
     def close(self) -> None:
         """See ``Arena.close_slot``."""
         self._arena.close_slot(self.number)
-
-    def _placed(self, extent: Extent) -> Extent:
-        return Extent(self._first + extent.start, self._first + extent.stop)

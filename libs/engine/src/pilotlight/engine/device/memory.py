@@ -3,6 +3,7 @@ layers, nothing but addresses.
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from math import prod
 
 import torch
@@ -113,6 +114,21 @@ class StageMemory:
             name: self._tensor(offset, name, shapes[name])
             for name, offset in self.layout.tensors(part).items()
         }
+
+    def extent(self, part: int) -> Extent:
+        """A part's bytes, counted from the arena's beginning."""
+        return self._slot.placed(self.layout.part(part))
+
+    def form(self, part: int) -> bytes:
+        """A hash over how a part lies in its bytes: equal where the bytes of one stage's are those
+        of another's.
+        """
+        shapes, extent = self.decoder.shapes(part), self.layout.part(part)
+        tensors = [
+            (name, offset - extent.start, shapes[name], self.decoder.dtype_of(name, self.dtype))
+            for name, offset in sorted(self.layout.tensors(part).items())
+        ]
+        return blake2b(repr((part, extent.num_bytes, tensors)).encode(), digest_size=16).digest()
 
     def packs(self, part: int) -> dict[str, Tensor]:
         """A part's packs (see ``Decoder.packs``), in the places of their tensors."""

@@ -1,18 +1,23 @@
 """A stage's parameters in their places in the arena, filled part by part."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from pilotlight.engine.device.copying import Ordered, Source
+from pilotlight.engine.device.copying import Ordered, Source, is_as_stored
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.engine.errors import BadCheckpoint, BadRequest
+from pilotlight.engine.device.neighbour import Came, Neighbour
+from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError
 from pilotlight.engine.models.layers import Weights
 from pilotlight.engine.results import PlacedPart
 from pilotlight.policy.model import Dtype
+
+PEEK_BYTES = 256
+"""Of each tensor that came from a neighbour, its last ones, which are compared with the
+checkpoint's: a neighbour with another model of the same form would be noticed."""
 
 Following = tuple[int, Mapping[str, Source]]
 """A part's number, and its tensors."""
@@ -28,6 +33,8 @@ class Parameters:
         self._placed: dict[int, dict[str, Tensor]] = {}
         self._ordered: dict[int, Ordered] = {}
         """On their way, and not waited for yet."""
+        self.neighbour: Neighbour | None = None
+        """Where parts that come in the background may come from, too."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -47,11 +54,15 @@ class Parameters:
 
     def keep(self, parts: Collection[int]) -> None:
         """Forgets all parts but these: their memory goes."""
+        if self.neighbour is not None:
+            self.neighbour.settle()
         self._call_off(self._ordered.keys() - set(parts))
         self._placed = {part: tensors for part, tensors in self._placed.items() if part in parts}
 
     def close(self) -> None:
         """Waits until nothing is on its way any more: the memory goes."""
+        if self.neighbour is not None:
+            self.neighbour.settle()
         self._call_off(set(self._ordered))
 
     @torch.inference_mode()
@@ -88,10 +99,18 @@ class Parameters:
             )
         if part in self._placed:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=self.complete)
+        why = ""
+        if background and self.neighbour is not None:
+            came = self._from_neighbour(self.neighbour, part, tensors, monotonic_s)
+            if isinstance(came, PlacedPart):
+                return came
+            why = came
         self._order(part, tensors, background=background)
         if following is not None:
-            with suppress(BadCheckpoint):  # Said when it is placed.
-                self._order(*following, background=background)
+            behind = self.neighbour if background else None
+            if behind is None or behind.look(following[0], monotonic_s) is Came.NOT:
+                with suppress(BadCheckpoint):  # Said when it is placed.
+                    self._order(*following, background=background)
         ordered = self._ordered.get(part)
         if background and ordered is not None and not ordered.arrived:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=False, waits=True)
@@ -105,7 +124,50 @@ class Parameters:
                 stored, monotonic_s, last=last, background=background
             )
         self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
-        return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete)
+        return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete, why=why)
+
+    def _from_neighbour(
+        self,
+        neighbour: Neighbour,
+        part: int,
+        tensors: Mapping[str, Source],
+        monotonic_s: Callable[[], float],
+    ) -> PlacedPart | str:
+        """What has become of a part that a neighbour may have; a string where it is to come from
+        the host's memory: why, if it was expected.
+        """
+        if part in self._ordered:
+            return neighbour.why(part)
+        start_s = monotonic_s()
+        came = neighbour.look(part, monotonic_s)
+        if came is Came.WAITS:
+            return PlacedPart(copy_s=0.0, convert_s=0.0, ready=False, waits=True)
+        if came is Came.HERE:
+            stored = self._stored(part, tensors)
+            if not (objection := self._objection(stored)):
+                self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
+                return PlacedPart(
+                    copy_s=monotonic_s() - start_s,
+                    convert_s=0.0,
+                    ready=self.complete,
+                    by_device_bytes=sum(place.nbytes for place, _ in stored),
+                )
+            neighbour.refuse(part, objection)
+        return neighbour.why(part)
+
+    def _objection(self, stored: Sequence[tuple[Tensor, Source]]) -> str:
+        """Why places do not hold what the checkpoint has for them, as far as that is looked at;
+        empty: they do.
+        """
+        same = [(place, source[2]) for place, source in stored if is_as_stored(place, source)]
+        lending = self._memory.arena.lending
+        assert lending is not None, "a neighbour has filled them"
+        expected = b"".join(bytes(buffer[-PEEK_BYTES:]) for _, buffer in same)
+        try:
+            found = lending.peek([place for place, _ in same], PEEK_BYTES)
+        except EngineError as error:
+            return error.message
+        return "" if found == expected else "what came is of another model"
 
     def _order(self, part: int, tensors: Mapping[str, Source], *, background: bool) -> None:
         """Has a part's copies begin, where something copies by itself."""

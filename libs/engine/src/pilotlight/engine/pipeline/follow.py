@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pilotlight.engine.channel.channel import Channel, Frame
 from pilotlight.engine.core.batch import Segment
-from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
+from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.sampler import SampledToken
 from pilotlight.engine.errors import BadRequest, EngineError, PeerLost
@@ -23,6 +23,8 @@ from pilotlight.engine.pipeline.frames import (
     KvWanted,
     LeaderRuns,
     OpenedRequest,
+    PartLent,
+    PartWanted,
     RequestsClosed,
     SampledTokens,
     StageRefuses,
@@ -33,6 +35,7 @@ from pilotlight.engine.pipeline.frames import (
     tensor_of,
     unpack,
 )
+from pilotlight.engine.pipeline.lending import LentParts, copy_of
 from pilotlight.engine.pipeline.meeting import hello_of
 from pilotlight.engine.pipeline.shorter import NextPlace, keep_copy
 from pilotlight.engine.pipeline_protocol import StageStep
@@ -87,6 +90,7 @@ class PipelineFollower:
         """In the ring of a shorter pipeline."""
         self._leaving = leaving
         self._arriving = ArrivingLayers(resident)
+        self._lent = LentParts(resident)
         self._waiting: HiddenStates | None = None
         """The micro-batch that waits for parts."""
         self._kept: Frame | None = None
@@ -99,7 +103,9 @@ class PipelineFollower:
         # Both are looked at in any case: what a socket did not take leaves then.
         before, behind, *ahead = [channel.readable for channel in self._own_channels]
         self._hang_up()
-        aside = behind or any(ahead) or (self._next is not None and self._next.due)
+        aside = (
+            behind or any(ahead) or self._lent.due or (self._next is not None and self._next.due)
+        )
         if self._kept is not None:
             return self._resident.vouched or aside or self._before.lost
         if self._waiting is not None:
@@ -163,6 +169,8 @@ class PipelineFollower:
                 raise PeerLost(
                     f"the stage behind sent {type(unpack(self._behind.receive(0))).__name__} backwards"
                 )
+            for answer in self._lent.answers():
+                self._send(answer)
             if self._kept is not None or self._waiting is not None:
                 self._spent_s = None
                 self._go_on()
@@ -171,7 +179,7 @@ class PipelineFollower:
                 self._spent_s = lambda: monotonic_s() - began_s
                 self._take(self._before.receive(0))
         except PeerLost as error:
-            return self._leave() if self._over else self._lose(error)
+            return self._leave(None if self._over else error)
         except EngineError as error:
             # The leader sent what does not fit this stage: it is told, so that it does not wait for
             # an answer.
@@ -179,7 +187,7 @@ class PipelineFollower:
                 f"stage [{self._resident.stage.start}, {self._resident.stage.stop}): {error.message}"
             )
             self._refuse(refusal)
-            return self._lose(refusal)
+            return self._leave(refusal)
         return StageStep(unformed=unformed)
 
     def _look_ahead(self) -> PeerLost | None:
@@ -229,6 +237,11 @@ class PipelineFollower:
                 self._store(header, tensor_of(frame, header.tensor), frame)
             case KvWanted():
                 self._copy(header, frame)
+            case PartWanted():
+                for answer in self._lent.ask(header, frame, is_last=self._is_last):
+                    self._send(answer)
+            case PartLent():
+                self._send(frame)
             case KvCopied():
                 # Some come in a ring that has just taken the place of a longer one.
                 if self._layers is None or not keep_copy(
@@ -361,13 +374,7 @@ class PipelineFollower:
                 raise PeerLost(f"the leader wants layer {wanted.layer}, which no stage runs")
             self._send(frame)
             return
-        layer = Stage(wanted.layer, wanted.layer + 1)
-        tensor = self._resident.kv.copy(layer, wanted.blocks, 0, len(wanted.blocks) * BLOCK_TOKENS)
-        self._send(
-            pack(
-                KvCopied(layer=wanted.layer, blocks=wanted.blocks, tensor=header_of(tensor)), tensor
-            )
-        )
+        self._send(copy_of(self._resident, wanted))
 
     def _give_up(self, leader_stop: int) -> None:
         """Runs what the leader does not run. The memory of the rest stays until it is unloaded."""
@@ -385,15 +392,8 @@ class PipelineFollower:
         except PeerLost:
             return  # The stage behind is gone, too.
 
-    def _leave(self) -> StageStep:
+    def _leave(self, error: PeerLost | None = None) -> StageStep:
+        """Leaves the pipeline; the stage stays, with its longer range if it was to have one."""
         self.close()
         leave_pipeline(self._resident)
-        return StageStep(left=True)
-
-    def _lose(self, error: PeerLost) -> StageStep:
-        """Leaves the pipeline; both neighbours notice. The stage stays, with its longer range if
-        it was to have one.
-        """
-        self.close()
-        leave_pipeline(self._resident)
-        return StageStep(lost=error)
+        return StageStep(left=error is None, lost=error)

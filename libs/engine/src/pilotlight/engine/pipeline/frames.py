@@ -35,6 +35,8 @@ class StageHello(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     loading: bool = False
     """Parts of it are missing, or it is not known yet that they were whole: it answers later."""
+    lends: bool = False
+    """It passes on what is said of parts, and lends its own to a stage of its host."""
     held: Stage | None = None
     """In the ring of a shorter pipeline: what it runs while that forms; None: the same."""
 
@@ -124,6 +126,37 @@ class KvCopied(msgspec.Struct, tag="kv_copied", frozen=True, kw_only=True):
     tensor: TensorHeader
 
 
+class PartWanted(msgspec.Struct, tag="part_wanted", frozen=True, kw_only=True):
+    """The leader is to have a part, and would copy it from the device of who has it."""
+
+    part: int
+    form: bytes
+    """As ``StageMemory.form``."""
+    mailbox: str
+    """Where descriptors come to."""
+
+
+class LentChunk(msgspec.Struct, frozen=True, array_like=True):
+    """Memory whose descriptor was posted; see ``Lent``."""
+
+    num_bytes: int
+    start: int
+    stop: int
+
+
+class PartLent(msgspec.Struct, tag="part_lent", frozen=True, kw_only=True):
+    """Where the part lies, on its way to the leader; or why it cannot be copied."""
+
+    part: int
+    nonce: bytes = b""
+    """With which the descriptors were posted, in the order of the chunks."""
+    chunks: tuple[LentChunk, ...] = ()
+    total: int = 0
+    """As ``Lending.sum``, over the part's bytes."""
+    why: str = ""
+    """Empty: it can."""
+
+
 class LeaderRuns(msgspec.Struct, tag="leader_runs", frozen=True, kw_only=True):
     """Goes round once: from now on the leader runs layers [0, stop), and the others what is left of
     theirs.
@@ -158,6 +191,8 @@ Header = (
     | KvBlocks
     | KvWanted
     | KvCopied
+    | PartWanted
+    | PartLent
     | LeaderRuns
     | SampledTokens
     | StageRefuses

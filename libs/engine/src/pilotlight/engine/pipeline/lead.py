@@ -6,19 +6,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.channel.channel import Channel, wait_for_any
 from pilotlight.engine.core.batch import Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.errors import BadRequest, EngineError, PeerLost, PeerSilent
 from pilotlight.engine.extension import take_over
 from pilotlight.engine.kv_pieces import KvPiece
+from pilotlight.engine.pipeline.borrowing import BorrowedParts
 from pilotlight.engine.pipeline.frames import (
     HiddenStates,
     KvCopied,
     LeaderRuns,
+    PartLent,
     RequestsClosed,
     SampledTokens,
     StageHello,
@@ -38,9 +38,9 @@ from pilotlight.engine.pipeline.under_way import UnderWay
 from pilotlight.engine.pipeline_protocol import StageStep
 from pilotlight.engine.resident import ResidentStage
 from pilotlight.engine.resizing import limit_blocks, use_all
-from pilotlight.engine.sampling import ended, look_up, settle, wait_for_late
+from pilotlight.engine.sampling import look_up, settle, wait_for_late
 from pilotlight.policy.model import Stage
-from pilotlight.policy.request import FinishReason, RequestKey
+from pilotlight.policy.request import RequestKey
 
 LOOK_OUT_S = 0.002
 """How long a step with nothing to run watches for an answer: an abort waits no longer than that."""
@@ -87,6 +87,7 @@ class PipelineLead:
         self._size = 0
         """Stages that were connected."""
         self._next = NextMicroBatch(resident)
+        self._borrowed = resident.parameters.neighbour = BorrowedParts(resident)
         self._loading = False
         """Parts of other stages may be missing: none has answered."""
         # What was computed before is not in place in the stages that come now.
@@ -104,6 +105,7 @@ class PipelineLead:
             not self._depth
             or bool(self._open)
             or self._grows
+            or self._borrowed.due
             or self._resident.scheduler.has_work
             or any(heard)
             or (self._shorter is not None and self._shorter.due)
@@ -159,6 +161,7 @@ class PipelineLead:
         self._shorter = ShorterRing(self._resident, stage, before, behind)
 
     def close(self) -> None:
+        self._borrowed.close()
         for channel in self.channels:
             channel.close()
 
@@ -176,7 +179,7 @@ class PipelineLead:
                 else None
             )
             unformed = self._form()
-            self._ask_for_kv(monotonic_s())
+            self._ask(monotonic_s())
             if plan is None and may_wait and not self._answers.readable:
                 wait_for_late(self._resident.scheduler.requests)
                 wait_for_any(self.channels, LOOK_OUT_S)
@@ -221,8 +224,10 @@ class PipelineLead:
         self._forward.send(frame, SEND_TIMEOUT_S)
         return plan
 
-    def _ask_for_kv(self, now_s: float) -> None:
+    def _ask(self, now_s: float) -> None:
         """Takes the next steps of a growth, if there are any."""
+        while (frame := self._borrowed.next_frame()) is not None:
+            self._forward.send(frame, SEND_TIMEOUT_S)
         while self._growth is not None and (frame := self._growth.next_frame()) is not None:
             if not self._under_way:
                 self._heard_s = now_s
@@ -231,10 +236,8 @@ class PipelineLead:
     def _form(self) -> EngineError | None:
         """Goes on with the ring of a shorter pipeline, if one is to form; why none does."""
         ring = self._shorter
-        if ring is None:
-            return None
         try:
-            if ring.look():
+            if ring is not None and ring.look():
                 self._growth = Growth(self._resident, ring.stage, ring)
         except PeerLost as error:
             if self._growth is not None and self._growth.state is GrowthState.HANDING_OVER:
@@ -260,12 +263,10 @@ class PipelineLead:
                 given = self._take_answer(plan, monotonic_s)
             except PeerLost as error:
                 return self._lose(error, step)
-            step = StageStep(
-                plan=plan,
+            step = replace(
+                given,
                 produced=step.produced + given.produced,
                 first_prefill=step.first_prefill or given.first_prefill,
-                grown=given.grown,
-                hop_s=given.hop_s,
             )
             if given.grown:
                 return step
@@ -294,6 +295,8 @@ class PipelineLead:
                 self._unwanted -= 1
             case KvCopied() if self._growth is not None:
                 self._growth.take_in(answer, frame)
+            case PartLent():
+                self._borrowed.take_in(answer)
             case LeaderRuns() if self._growth is not None and answer.stop == self._growth.stop:
                 return self._take_over(plan, answer.stop)
             case StageRefuses():
@@ -332,6 +335,7 @@ class PipelineLead:
         self._depth = self._size = len(stages)
         self._loading = any(hello.loading for hello in stages[1:])
         self._stages = tuple(hello.stage for hello in stages[1:])
+        self._borrowed.meet(stages)
 
     def _take_over(self, plan: Plan | None, stop: int) -> StageStep:
         """Runs the layers up to here from now on, or goes on in the ring of a shorter pipeline. A
@@ -363,6 +367,7 @@ class PipelineLead:
         self._stages = tuple(hello.stage for hello in ring.stages[1:])
         self._depth = self._size = len(ring.stages)
         self._open.clear()
+        self._borrowed.meet(ring.stages)
         limit_blocks(self._resident, ring.num_blocks)
 
     def _go_on_alone(self, error: EngineError, so_far: StageStep) -> StageStep:
@@ -385,15 +390,11 @@ class PipelineLead:
         so_far = so_far or StageStep()
         if self._resident.target == self._resident.spec.whole:
             return self._go_on_alone(error, so_far)
-        grown = self._resident.target is not None
+        resident, grown = self._resident, self._resident.target is not None
         if grown:
-            take_over(self._resident)
-            grown = self._resident.target is None
-        scheduler = self._resident.scheduler
-        produced: list[Produced] = []
-        for request in scheduler.requests:
-            scheduler.end(request, RequestEvent.DROP)
-            produced.append(ended(request, FinishReason.ERROR, error))
+            take_over(resident)
+            grown = resident.target is None
+        produced = [resident.cancel(request, error) for request in resident.scheduler.requests]
         self.close()
         self._resident.pipeline = None
         return replace(so_far, produced=(*so_far.produced, *produced), lost=error, grown=grown)

@@ -22,6 +22,7 @@ def hello_of(resident: ResidentStage, stage: Stage, *, loading: bool = False) ->
         dtype=resident.dtype,
         num_blocks=resident.num_blocks,
         loading=loading,
+        lends=resident.memory.arena.lending is not None,
         held=resident.stage if stage != resident.stage else None,
     )
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import structlog
+
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import BadCheckpoint
 from pilotlight.common.faults import Faults
@@ -27,6 +29,8 @@ from pilotlight.worker.engine_child.restoring import Restoring
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
+
+log = structlog.get_logger()
 
 Source = tuple[Dtype, tuple[int, ...], memoryview]
 
@@ -65,6 +69,10 @@ class _Load:
     delayed: bool = False
     grows: bool = False
     """The stage is held already, and gets a longer range."""
+    device_bytes: int = 0
+    """Of its parts, what came from the device of a neighbour, ..."""
+    pool_bytes: int = 0
+    """... and what from the host pool."""
 
 
 class StageLoads:
@@ -146,8 +154,16 @@ class StageLoads:
 
     def grown(self, instance_id: InstanceId) -> tuple[Phase, ...]:
         """The stage has its longer range; what loading that took."""
-        if self._loads.pop(instance_id, None) is None:
+        load = self._loads.pop(instance_id, None)
+        if load is None:
             return ()
+        log.info(
+            "the parts of a longer range have come",
+            action="parts_came",
+            instance_id=instance_id,
+            device_bytes=load.device_bytes,
+            pool_bytes=load.pool_bytes,
+        )
         return tuple(self._phases.take(instance_id).phases)
 
     def place(
@@ -182,6 +198,8 @@ class StageLoads:
         )
         if placed.waits:
             return False
+        if load.grows:
+            _count(load, command, placed)
         if self._pins is not None and command.tensors:
             ends = [place.offset + place.size_bytes for place in command.tensors]
             self._pins.want(min(place.offset for place in command.tensors), max(ends))
@@ -233,6 +251,21 @@ def pause_blocking(seconds: float) -> None:
     """
     if seconds > 0:
         threading.Event().wait(seconds)
+
+
+def _count(load: _Load, command: PlacePart, placed: PlacedPart) -> None:
+    """Notes which way a part came to a stage that grows."""
+    load.device_bytes += placed.by_device_bytes
+    if not placed.by_device_bytes:
+        load.pool_bytes += sum(place.size_bytes for place in command.tensors)
+    if placed.why:
+        log.info(
+            "a part comes from the host pool, and not from a neighbour's device",
+            action="part_not_lent",
+            instance_id=command.instance_id,
+            part=command.part,
+            why=placed.why,
+        )
 
 
 def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
