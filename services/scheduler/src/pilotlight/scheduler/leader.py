@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.clock import Clock
+from pilotlight.common.clock import Clock, busy_s
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
@@ -52,6 +52,8 @@ TICK_S = 0.25
 REST_S = 0.02
 """After a tick others run for as long as it took, at most for this long, however much is new: rows,
 reports and commands take more of the processor than ticks do."""
+QUIET_S = 0.03
+"""So long a tick waits for starts that have their room, until their commands are sent."""
 SETTLE_S = 0.5
 ANNOUNCED_S = 0.25
 """A term waits so long at most for its announcement before it looks at everything: until then it
@@ -244,11 +246,13 @@ class Term:
                 self.book.books = self.book.books.settled()
                 self._memory = replace(self._memory, index=None)
             facts = self._gather()
-            gathered_s = self._clock.monotonic_s()
+            gathered_s, before_s = self._clock.monotonic_s(), busy_s()
             plan = tick(facts, self._memory, self._rules)
-            decided_s = self._clock.monotonic_s()
+            decided_s, tick_busy_s = self._clock.monotonic_s(), busy_s() - before_s
             tick_s = decided_s - gathered_s
-            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, LEAST)
+            self._starts_at_once = next_starts(
+                self._starts_at_once, len(plan.start), tick_busy_s, LEAST
+            )
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
@@ -259,6 +263,7 @@ class Term:
             # own they did.
             rested_s = self._clock.monotonic_s() - decided_s
             await pause(max(tick_s / 4, min(tick_s, REST_S) - rested_s))
+            await self._starter.quiet(QUIET_S)
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
