@@ -21,6 +21,7 @@ from pilotlight.policy.control.pace import LEAST, next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING
 from pilotlight.policy.placement import owed_service
@@ -95,6 +96,7 @@ class Term:
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
         self._starts_at_once = self._rules.starts_at_once
+        self._waiters: Waiters | None = None
         self._log = DecisionLog(
             folder=settings.decision_log_dir,
             file_bytes=settings.decision_log_file_bytes,
@@ -312,7 +314,9 @@ class Term:
             told_nodes=sent.nodes,
             told_workers=sent.workers,
         )
-        return shortened(facts, self._memory, self._rules, aged_s)
+        if self._waiters is None or not self._waiters.are_of(demand, world.models):
+            self._waiters = Waiters(demand, world.models, self._rules.turns)
+        return shortened(facts, self._memory, self._rules, aged_s, self._waiters)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""
