@@ -45,7 +45,7 @@ class Table(Mapping[Key, Value]):
         """Those of many keys that are here."""
         chunks = self._chunks
         if isinstance(keys, frozenset):
-            return set[Key]().union(*(chunk.keys() & keys for chunk in chunks))
+            return set[Key]().union(*map(keys.intersection, chunks))
         return {key for key in keys if key in chunks[hash(key) % CHUNKS]}
 
     def __contains__(self, key: object) -> bool:
