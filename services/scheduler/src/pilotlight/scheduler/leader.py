@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pilotlight.common.buckets import Bucket
-from pilotlight.common.clock import Clock, busy_s
+from pilotlight.common.clock import Clock
 from pilotlight.common.db.retention import PruneMetrics, Pruner
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import Group, every, pause, woken
+from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.line import shortened
-from pilotlight.policy.control.pace import LEAST, next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
-from pilotlight.policy.control.tick import tick
 from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING
@@ -37,6 +35,7 @@ from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.operators import Operators
+from pilotlight.scheduler.pacing import Pacing
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
@@ -50,11 +49,6 @@ from pilotlight.scheduler.world import World
 log = structlog.get_logger()
 
 TICK_S = 0.25
-REST_S = 0.02
-"""After a tick others run for as long as it took, at most for this long, however much is new: rows,
-reports and commands take more of the processor than ticks do."""
-QUIET_S = 0.03
-"""So long a tick waits for starts that have their room, until their commands are sent."""
 SETTLE_S = 0.5
 ANNOUNCED_S = 0.25
 """A term waits so long at most for its announcement before it looks at everything: until then it
@@ -95,7 +89,7 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
-        self._starts_at_once = self._rules.starts_at_once
+        self._pacing = Pacing(self._clock, self._rules)
         self._waiters: Waiters | None = None
         self._log = DecisionLog(
             folder=settings.decision_log_dir,
@@ -112,6 +106,8 @@ class Term:
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
+        self._commands = False
+        """A turn has said what everybody is to hold."""
         self._heard_of = asyncio.Event()
         """Some term is announced."""
         self._shown_after = term_context.world.reconnects
@@ -178,7 +174,8 @@ class Term:
             NotLeader: the database does not answer.
         """
         try:
-            stored = await self._repository.load()
+            with between_turns(self._started_s):
+                stored = await self._repository.load()
         except DatabaseUnavailable as error:
             raise NotLeader(f"the term did not begin: {error.message}") from error
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
@@ -193,13 +190,13 @@ class Term:
             )
         )
         for one in stored.instances:
-            if (
-                one.instance.state not in ENDED
-            ):  # Where others are shown as they were, ``sweep`` sees.
+            # Where others are shown as they were, ``sweep`` sees.
+            if one.instance.state not in ENDED:
                 self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.know(stored.estimates, stored.timings)
+        self._metrics.taken_over("rows", self._clock.monotonic_s() - self._started_s)
         log.info(
             "rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows())
         )
@@ -231,6 +228,8 @@ class Term:
 
     def _known(self, newest: Epoch) -> None:
         self._world.hear_epoch(newest)
+        if newest == self._epoch and not self._announced:
+            self._metrics.taken_over("announced", self._clock.monotonic_s() - self._started_s)
         self._announced = newest == self._epoch
         self._heard_of.set()
         self._wake.set()
@@ -248,24 +247,18 @@ class Term:
                 self.book.books = self.book.books.settled()
                 self._memory = replace(self._memory, index=None)
             facts = self._gather()
-            gathered_s, before_s = self._clock.monotonic_s(), busy_s()
-            plan = tick(facts, self._memory, self._rules)
-            decided_s, tick_busy_s = self._clock.monotonic_s(), busy_s() - before_s
-            tick_s = decided_s - gathered_s
-            self._starts_at_once = next_starts(
-                self._starts_at_once, len(plan.start), tick_busy_s, LEAST
-            )
+            plan = self._pacing.tick(facts, self._memory)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
-            self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            ended_s = self._clock.monotonic_s()
+            self._metrics.turned(self._pacing.tick_s, ended_s - began_s)
+            if self._announced and not self._commands:
+                self._commands = True
+                self._metrics.taken_over("commands", ended_s - self._started_s)
             self._log.squeeze()
-            garbage.look(self._clock.monotonic_s())
-            # Rows and commands of starts go on between ticks alone; while the turn waited for its
-            # own they did.
-            rested_s = self._clock.monotonic_s() - decided_s
-            await pause(max(tick_s / 4, min(tick_s, REST_S) - rested_s))
-            await self._starter.quiet(QUIET_S)
+            garbage.look(ended_s)
+            await self._pacing.rest(self._starter)
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:
@@ -310,7 +303,7 @@ class Term:
             refusals=refusals,
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
-            starts_at_once=self._starts_at_once,
+            starts_at_once=self._pacing.starts_at_once,
             told_nodes=sent.nodes,
             told_workers=sent.workers,
         )
