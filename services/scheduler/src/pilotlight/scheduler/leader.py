@@ -258,7 +258,7 @@ class Term:
                 self._metrics.taken_over("commands", ended_s - self._started_s)
             self._log.squeeze()
             garbage.look(ended_s)
-            await self._pacing.rest(self._starter)
+            await self._pacing.rest(self._starter.pressing)
             await woken(self._wake, TICK_S)
 
     def _show_anew(self) -> None:

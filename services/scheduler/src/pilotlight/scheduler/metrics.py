@@ -106,7 +106,9 @@ class SchedulerMetrics:
         self._control.labels(step="turn").observe(turn_s)
 
     def taken_over(self, step: str, after_s: float) -> None:
-        """A new term has come so far, so long after its lease was taken."""
+        """A new term has come so far, so long after its lease was taken; rows come first."""
+        if step == "rows":
+            self._takeover.clear()
         self._takeover.labels(step=step).set(after_s)
 
     def looked_at(self, visited: Visited) -> None:

@@ -1,19 +1,47 @@
 """How much of a leader's time its ticks have."""
 
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock, busy_s
-from pilotlight.common.waiting import pause
+from pilotlight.common.waiting import pause, woken
 from pilotlight.policy.control.pace import LEAST, next_starts
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.tick import tick
-from pilotlight.scheduler.starter import Starter
 
 REST_S = 0.02
 """After a tick others run for as long as it took, at most for this long, however much is new: rows,
 reports and commands take more of the processor than ticks do."""
 QUIET_S = 0.03
 """So long a tick waits for starts that have their room, until their commands are sent."""
+
+
+class Pressing:
+    """Starts that have their room, and whose commands are not sent yet. A tick in the midst of that
+    is most of what a command waits for.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        """From a start's room to its command."""
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._none.set()
+
+    async def none(self, at_most_s: float) -> bool:
+        """Wait until there are none; False when that took too long."""
+        self._none.clear()
+        return not self._count or await woken(self._none, at_most_s)
 
 
 @dataclass(slots=True)
@@ -41,10 +69,10 @@ class Pacing:
         self.starts_at_once = next_starts(self.starts_at_once, len(plan.start), took_s, LEAST)
         return plan
 
-    async def rest(self, starter: Starter) -> None:
+    async def rest(self, pressing: Pressing) -> None:
         """After a turn: rows and commands of starts go on between ticks alone; while the turn
         waited for its own they did.
         """
         rested_s = self.clock.monotonic_s() - self._decided_s
         await pause(max(self.tick_s / 4, min(self.tick_s, REST_S) - rested_s))
-        await starter.quiet(QUIET_S)
+        await pressing.none(QUIET_S)

@@ -4,8 +4,6 @@ What is to be started, and where, is control's (``policy.control``).
 """
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,7 +22,6 @@ from pilotlight.common.errors import (
 from pilotlight.common.ids import new_decision_id, new_instance_id
 from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
-from pilotlight.common.waiting import woken
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
 from pilotlight.policy.ids import Digest, Generation, InstanceId, WorkerId
@@ -37,6 +34,7 @@ from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.explained import inputs_of, outcome_of, rejections
 from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.pacing import Pressing
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import ColdStart, Decision
 from pilotlight.scheduler.repository import SchedulerRepository
@@ -66,10 +64,7 @@ class Starter:
         default_factory=WeakValueDictionary["Digest", "asyncio.Lock"]
     )
     """By model."""
-    _commanding: int = 0
-    """Starts that have their room, and whose commands are not sent yet."""
-    _quiet: asyncio.Event = field(default_factory=asyncio.Event)
-    """There are none."""
+    pressing: Pressing = field(default_factory=Pressing)
 
     def begin(self, order: StartOrder) -> Record:
         """Count a start from now on, before there is a row of it."""
@@ -116,14 +111,6 @@ class Starter:
             except (TransientError, CapacityError) as error:
                 return _refusal(order, _scheme_of(order).placements[0], error)
             return refusal or record.instance.instance_id
-
-    async def quiet(self, at_most_s: float) -> None:
-        """Wait until no start is between its room and its command, or for so long. A tick in the
-        midst of that is most of what a command waits for.
-        """
-        if self._commanding:
-            self._quiet.clear()
-            await woken(self._quiet, at_most_s)
 
     async def refuse(self, refused: RefusedStart, model: Model | None, place: str) -> None:
         """Write down why nothing was started, when that is new; tell gateways of a model that no
@@ -184,7 +171,7 @@ class Starter:
             for placement, error in refusals:
                 assert isinstance(error, _REFUSALS)
                 return _refusal(order, placement, error)
-            with self._pressing():
+            with self.pressing.one():
                 async with self._joining(order.model.digest):
                     # Rows of the moment: of two starts of one decision, either may have its room
                     # first.
@@ -214,17 +201,6 @@ class Starter:
                     if placement.grant_id is not None:
                         self.effects.release(placement.grant_id)
         return None
-
-    @contextmanager
-    def _pressing(self) -> Generator[None]:
-        """From a start's room to its command."""
-        self._commanding += 1
-        try:
-            yield
-        finally:
-            self._commanding -= 1
-            if not self._commanding:
-                self._quiet.set()
 
     def _joining(self, digest: Digest) -> asyncio.Lock:
         """Held while a start joins a model's chains, until the next one sees it there."""
