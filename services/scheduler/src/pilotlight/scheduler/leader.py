@@ -2,16 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
-from pilotlight.common.buckets import Bucket
 from pilotlight.common.clock import Clock
-from pilotlight.common.db.retention import PruneMetrics, Pruner
-from pilotlight.common.db.session import Database
+from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
-from pilotlight.common.service import Context
 from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
@@ -32,7 +29,6 @@ from pilotlight.scheduler.decision_log import DecisionLog
 from pilotlight.scheduler.garbage import Garbage, between_turns
 from pilotlight.scheduler.grower import Grower
 from pilotlight.scheduler.lease import Fence
-from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.operators import Operators
 from pilotlight.scheduler.pacing import Pacing
@@ -41,10 +37,9 @@ from pilotlight.scheduler.records import trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
-from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
 from pilotlight.scheduler.teller import Teller
-from pilotlight.scheduler.world import World
+from pilotlight.scheduler.term_context import TermContext
 
 log = structlog.get_logger()
 
@@ -53,22 +48,6 @@ SETTLE_S = 0.5
 ANNOUNCED_S = 0.25
 """A term waits so long at most for its announcement before it looks at everything: until then it
 commands nothing, and would look in vain."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermContext:
-    """What every term of this process works with, and what outlives it."""
-
-    context: Context[SchedulerSettings]
-    database: Database
-    world: World
-    wake: asyncio.Event
-    """Set when a decision may come out differently."""
-    bucket: Bucket
-    """``instances``."""
-    leader_bucket: Bucket
-    metrics: SchedulerMetrics
-    prune_metrics: PruneMetrics
 
 
 class Term:
@@ -106,8 +85,8 @@ class Term:
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
-        self._commands = False
-        """A turn has said what everybody is to hold."""
+        self._turned = False
+        """A turn has ended: mostly one that told everybody what to hold."""
         self._heard_of = asyncio.Event()
         """Some term is announced."""
         self._shown_after = term_context.world.reconnects
@@ -212,10 +191,6 @@ class Term:
             async with self._group as group:
                 self._metrics.leading(self._epoch)
                 group.create_task(self._announcer.run(self._known), name="announcement")
-                group.create_task(self._publisher.run(), name="instances bucket")
-                group.create_task(self._publisher.sweep(), name="instances bucket sweep")
-                group.create_task(self._settle_for_ever(), name="cold starts")
-                group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 group.create_task(self._log.run(), name="decision log")
                 with between_turns(self._clock.monotonic_s()) as garbage:
                     await self._decide_for_ever(garbage)
@@ -253,13 +228,22 @@ class Term:
             await self._command(plan, facts.nodes, facts.workers)
             ended_s = self._clock.monotonic_s()
             self._metrics.turned(self._pacing.tick_s, ended_s - began_s)
-            if self._announced and not self._commands:
-                self._commands = True
+            if not self._turned:
+                self._turned = True
                 self._metrics.taken_over("commands", ended_s - self._started_s)
+                self._begin_others()
             self._log.squeeze()
             garbage.look(ended_s)
             await self._pacing.rest(self._starter.pressing)
             await woken(self._wake, TICK_S)
+
+    def _begin_others(self) -> None:
+        """What waits until a new leader has commanded: it takes as much of the processor."""
+        begin = self._group.create_task
+        begin(self._publisher.run(), name="instances bucket")
+        begin(self._publisher.sweep(), name="instances bucket sweep")
+        begin(self._settle_for_ever(), name="cold starts")
+        begin(self._pruner.prune_for_ever(), name="old rows")
 
     def _show_anew(self) -> None:
         """After a reconnect the buckets may be empty, for gateways that start then."""
