@@ -226,6 +226,7 @@ async def _load(system: Live, window: Window) -> tuple[dict[str, float], dict[st
                 name = f"{step}_p{round(100 * share)}_ms"
                 starts[name] = round(1000 * _quantile(before, after, step, share), 2)
         starts["failover_s"] = await _fail_over(system, leader, figures)
+        starts |= await _takeover(system)
         _told("starts", starts)
         return load, starts
     finally:
@@ -276,6 +277,19 @@ async def _fail_over(system: Live, leader: str, figures: list[Figures]) -> float
         if came:
             return round(min(came) - killed_s, 3)
     return None
+
+
+async def _takeover(system: Live) -> dict[str, float]:
+    """How far the next leader had come how long after it took the lease."""
+    leader = await system.leader()
+    if leader is None:
+        return {}
+    start = 'pilotlight_scheduler_takeover_seconds{step="'
+    return {
+        f"takeover_{key.removeprefix(start).partition(chr(34))[0]}_ms": round(1000 * value, 1)
+        for key, value in (await system.metrics(leader)).items()
+        if key.startswith(start)
+    }
 
 
 def _quantile(before: dict[str, float], after: dict[str, float], step: str, share: float) -> float:

@@ -13,6 +13,7 @@ from pilotlight.policy.control.line import looked_at, may_try, shortened
 from pilotlight.policy.control.plan import NO_ROOM, Backing, ControlFacts, ControlRules, Memory
 from pilotlight.policy.control.testing import LargeCluster, Size
 from pilotlight.policy.control.tick import tick
+from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.ids import ModelName
 from pilotlight.policy.turns import TurnRules
 
@@ -145,3 +146,27 @@ def test_everybody_is_tried_in_turn_without_room() -> None:
         cluster.carry_out(plan)
         assert tried == plan.memory.backing.keys()
     assert tried == waiting
+
+
+@given(st.randoms(use_true_random=False), st.floats(0.0, 5.0))
+@settings(max_examples=30, deadline=None)
+def test_who_was_sorted_a_while_ago_is_in_the_same_order(random: Random, aged_s: float) -> None:
+    """Of models that promise different times the one overtakes the other as both wait."""
+    cluster = CLUSTER.kept()
+    cluster.ask(0, count=60)
+    for one in cluster.demand:
+        slo = replace(cluster.models[one.model].slo, ttft_ms=random.choice([500, 2000, 8000]))
+        cluster.models[one.model] = replace(cluster.models[one.model], slo=slo)
+    rules = replace(cluster.rules, turns=TurnRules(line_limit=8), starts_at_once=3)
+    told = tuple(replace(one, oldest_age_s=random.uniform(0.0, 9.0)) for one in cluster.demand)
+    cluster.demand = told
+    then = cluster.facts(NOTHING)
+    waiters = Waiters(told, then.models, rules.turns)
+    assert waiters.are_of(told, then.models)
+    assert not waiters.are_of(told[1:], then.models)
+    short = shortened(then, Memory(), rules, aged_s, waiters)
+    now = replace(then, demand=tuple(one.aged(aged_s) for one in told))
+    assert [one.model for one in short.demand] == [
+        one.model for one in looked_at(now, Memory(), rules)
+    ]
+    assert {*short.asked, *(one.model for one in short.demand)} == waiters.names

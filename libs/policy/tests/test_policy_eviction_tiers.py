@@ -59,13 +59,13 @@ def recorded() -> tuple[TierPolicies, Recording, Recording]:
 
 def tell_node(policies: TierPolicies, facts: NodeFacts | None, name: str = "n0") -> None:
     policies.hear_node(
-        name, facts, lambda: in_pool(facts, FACTS) if facts is not None else (), NOW_S
+        name, facts, lambda _: in_pool(facts, FACTS) if facts is not None else (), NOW_S
     )
 
 
 def tell_worker(policies: TierPolicies, facts: WorkerFacts | None, name: str = "w0") -> None:
     policies.hear_worker(
-        name, facts, lambda: on_device(facts, None, FACTS) if facts is not None else (), NOW_S
+        name, facts, lambda _: on_device(facts, None, FACTS) if facts is not None else (), NOW_S
     )
 
 

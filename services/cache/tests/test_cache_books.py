@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
+from pilotlight.cache.grants import Grant, Grants
 from pilotlight.cache.testing import hear
 from pilotlight.policy.cluster import (
     Copy,
@@ -52,7 +53,7 @@ def grant(name: str, instance: str, device: int, host: int = 0) -> Grant:
 
 
 def test_a_grant_counts_until_its_stage_is_held_and_never_twice() -> None:
-    books = Books(grants={GrantId("g"): grant("g", "a", 300)})
+    books = Books(grants=Grants([grant("g", "a", 300)]))
     assert books.device_free_bytes(worker()) == 700
     assert books.device_free_bytes(worker(held_stages=(stage("a", 280),))) == 700
     assert books.device_free_bytes(worker(held_stages=(stage("a", 280), stage("b", 100)))) == 600
@@ -77,7 +78,7 @@ def test_what_was_given_up_is_free_before_the_next_report() -> None:
 
 
 def test_the_grant_of_what_was_given_up_is_over() -> None:
-    books = Books(grants={GrantId("g"): grant("g", "a", 400), GrantId("h"): grant("h", "b", 300)})
+    books = Books(grants=Grants([grant("g", "a", 400), grant("h", "b", 300)]))
     facts = worker(held_stages=(stage("a", 400), stage("b", 300)))
     hear(books, facts, 0.0)
     assert books.give_up(WORKER, (InstanceId("a"),)) == (GrantId("g"),)
@@ -107,7 +108,7 @@ def test_an_evicted_stage_takes_no_room() -> None:
 
 
 def test_a_fetch_under_way_counts_what_is_still_missing() -> None:
-    books = Books(grants={GrantId("g"): grant("g", "a", 0, host=500)})
+    books = Books(grants=Grants([grant("g", "a", 0, host=500)]))
     assert books.host_free_bytes(pool(1000)) == 500
     assert books.host_free_bytes(pool(800, copy("a", size_bytes=200))) == 500
     assert books.host_free_bytes(pool(500, copy("a", size_bytes=500))) == 500
@@ -200,7 +201,7 @@ def penalty_s(books: Books, node_id: str) -> float:
 
 
 def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:
-    books = Books(grants={GrantId("g"): grant("g", "a", 300, host=500)})
+    books = Books(grants=Grants([grant("g", "a", 300, host=500)]))
     hear(books, worker(held_stages=(stage("a", 300, HeldState.LOADING),)), 0.0)
     assert books.host_free_bytes(pool(1000)) == 500
     hear(books, worker(held_stages=(stage("a", 300),)), 0.1)
@@ -208,12 +209,7 @@ def test_a_loaded_stage_needs_no_room_in_the_pool() -> None:
 
 
 def test_two_instances_of_one_model_share_its_host_copy() -> None:
-    books = Books(
-        grants={
-            GrantId("g"): grant("g", "a", 0, host=500),
-            GrantId("h"): grant("h", "a", 0, host=500),
-        }
-    )
+    books = Books(grants=Grants([grant("g", "a", 0, host=500), grant("h", "a", 0, host=500)]))
     assert books.host_free_bytes(pool(1000)) == 500
 
 
@@ -225,10 +221,12 @@ def test_stages_of_one_model_on_one_node_each_bring_their_parts() -> None:
     )
     books = Books(
         models=registered((one,)),
-        grants={
-            GrantId("g"): replace(grant("g", "a", 0, host=sum(front.values())), host_parts=front),
-            GrantId("h"): replace(grant("h", "a", 0, host=sum(back.values())), host_parts=back),
-        },
+        grants=Grants(
+            [
+                replace(grant("g", "a", 0, host=sum(front.values())), host_parts=front),
+                replace(grant("h", "a", 0, host=sum(back.values())), host_parts=back),
+            ]
+        ),
     )
     total, of_front = sum(sizes), sum(front.values())
     assert books.host_free_bytes(pool(1000)) == 1000 - total
@@ -259,10 +257,9 @@ def test_free_bytes_never_exceed_what_is_left_over(
 ) -> None:
     stages = [stage(str(index), size) for index, size in enumerate(sizes)]
     books = Books(
-        grants={
-            GrantId(str(i)): grant(str(i), str(instance), size)
-            for i, (instance, size) in enumerate(grants)
-        }
+        grants=Grants(
+            grant(str(i), str(instance), size) for i, (instance, size) in enumerate(grants)
+        )
     )
     facts = worker(held_stages=tuple(stages))
     free = books.device_free_bytes(facts)

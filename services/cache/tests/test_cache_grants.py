@@ -1,5 +1,6 @@
 """Grants: they outlive the process, lapse with their instance, and are one cache's alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,12 +11,13 @@ from sqlalchemy.pool import NullPool
 
 from pilotlight.cache import room
 from pilotlight.cache.app import build
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
 from pilotlight.cache.forecasts import Forecasts
+from pilotlight.cache.grants import Grant
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
-from pilotlight.cache.repository import CacheRepository, Orphans
+from pilotlight.cache.repository import Added, CacheRepository, Orphans
 from pilotlight.cache.settings import CacheSettings, HostCopies
 from pilotlight.cache.sole import NotSole
 from pilotlight.cache.testing import (
@@ -37,7 +39,7 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import HostPoolFull, NoRoom, StaleCommand
-from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released, Reserve
+from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released
 from pilotlight.common.service import Application, Background
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.eviction.base import EvictionRules
@@ -173,20 +175,10 @@ async def test_a_cache_that_lost_its_lock_grants_nothing(
     await heard(bus, peers)
     database = Database(settings, "cache", SystemClock())
     repository = CacheRepository(database)
-    message = Reserve(
-        instance_id=InstanceId("late"),
-        model=ModelName("m"),
-        digest=Digest("d"),
-        worker_id=WORKER,
-        node_id=NODE,
-        device_bytes=1,
-        host_part_bytes=(),
-        lease_s=30.0,
-    )
     grant = Grant(
         grant_id=GrantId("late"),
-        instance_id=message.instance_id,
-        digest=message.digest,
+        instance_id=InstanceId("late"),
+        digest=Digest("d"),
         worker_id=WORKER,
         node_id=NODE,
         device_bytes=1,
@@ -194,7 +186,7 @@ async def test_a_cache_that_lost_its_lock_grants_nothing(
         expires_s=0.0,
     )
     with pytest.raises(NotSole):
-        await repository.add_grant(grant, message, [])
+        await repository.write_grants([Added(grant=grant, model=ModelName("m"), lease_s=30.0)], [])
     async with database.reading() as connection:
         assert (
             await connection.execute(
@@ -343,7 +335,8 @@ async def test_a_worker_that_reports_while_rows_are_read_keeps_its_grant(bus: Bu
             hear(books, replace(worker(), held=self.shown), clock.monotonic_s())
             return Orphans(over=frozenset(), unwritten=frozenset())
 
-        async def end_grants(self, grant_ids: list[GrantId]) -> None:
+        async def write_grants(self, added: Sequence[Added], ended: Sequence[GrantId]) -> None:
+            assert ended
             assert not self.shown
 
     rows = Rows()

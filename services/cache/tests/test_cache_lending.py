@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import URL, delete, func, insert
 
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
+from pilotlight.cache.grants import Grant
 from pilotlight.cache.lender import REPEAT_S, Lender
 from pilotlight.cache.testing import (
     MEMORY,

@@ -3,18 +3,18 @@ in the middle.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
 from pilotlight.cache.forecasts import Forecasts
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
-from pilotlight.cache.repository import Orphans
+from pilotlight.cache.repository import Added, Orphans
 from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import HostCopies
 from pilotlight.cache.testing import hear
@@ -37,23 +37,25 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: set[GrantId] = set()
-        self.adding = self.ending = 0
+        self.adding = self.ending = self.transactions = 0
         self.may_add, self.may_end = asyncio.Event(), asyncio.Event()
         self.may_add.set()
         self.may_end.set()
         self.breaks_in_commit = False
 
-    async def add_grant(self, grant: Grant, *_: object) -> None:
+    async def write_grants(self, added: Sequence[Added], ended: Sequence[GrantId]) -> None:
+        self.transactions += 1
+        self.rows -= set(ended)
+        if ended:
+            self.ending += 1
+            await self.may_end.wait()
+        if not added:
+            return
         self.adding += 1
         await self.may_add.wait()
-        self.rows.add(grant.grant_id)
+        self.rows.update(one.grant.grant_id for one in added)
         if self.breaks_in_commit:
             raise DatabaseUnavailable("the connection is gone")
-
-    async def end_grants(self, grant_ids: list[GrantId]) -> None:
-        self.rows -= set(grant_ids)
-        self.ending += 1
-        await self.may_end.wait()
 
     async def orphans(self) -> Orphans:
         return Orphans(over=frozenset(), unwritten=frozenset())

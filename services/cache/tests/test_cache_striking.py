@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pilotlight.cache.books import Grant
+from pilotlight.cache.grants import Grant, Grants
 from pilotlight.cache.keeper import INTERVAL_S, LEARN_S
 from pilotlight.cache.settings import HostCopies
 from pilotlight.cache.striking import EXPIRED, SPARE, Striker
@@ -141,8 +141,8 @@ async def test_what_is_needed_stays(why: str) -> None:
             for one, copies in rig.there.items()
         }
     else:
-        rig.books.grants = {
-            GrantId(one): Grant(
+        rig.books.grants = Grants(
+            Grant(
                 grant_id=GrantId(one),
                 instance_id=InstanceId("i"),
                 digest=A.digest,
@@ -153,7 +153,7 @@ async def test_what_is_needed_stays(why: str) -> None:
                 expires_s=1e9,
             )
             for one in (N0, N1)
-        }
+        )
     await rig.sweep(LEARN_S)
     assert rig.struck == [(N0, SPARE, {B.digest: B.name})]
 

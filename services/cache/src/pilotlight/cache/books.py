@@ -8,8 +8,9 @@ its scheduler releases later.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pilotlight.cache.grants import Grant, Grants
 from pilotlight.cache.host_room import HostNeed, missing_bytes
 from pilotlight.common.roster import News, Roster
 from pilotlight.policy.arrivals import Access, ArrivalCount, ArrivalWindows, CounterLife
@@ -38,7 +39,6 @@ from pilotlight.policy.eviction.tiers import TierPolicies
 from pilotlight.policy.ids import (
     Digest,
     Epoch,
-    Generation,
     GrantId,
     InstanceId,
     ModelName,
@@ -48,31 +48,6 @@ from pilotlight.policy.ids import (
 from pilotlight.policy.liveness import DEAD_AFTER_S
 from pilotlight.policy.plan import Estimate, Estimates
 from pilotlight.policy.pool import ParameterPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Room that was promised to one stage."""
-
-    grant_id: GrantId
-    instance_id: InstanceId
-    digest: Digest
-    worker_id: WorkerId
-    node_id: NodeId
-    device_bytes: int
-    host_bytes: int
-    expires_s: float
-    """On this process's monotonic clock."""
-    epoch: Epoch = field(default=Epoch(0))
-    """Of the leader that asked; 0 where that is not known any more."""
-    generation: Generation = field(default=Generation(0))
-    """Of the instance's stages that it was made for; 0 where the release that made it did not say.
-    """
-    since_s: float = 0.0
-    """On the same clock: when it was made, or found by a cache that has just been started."""
-    host_parts: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Parts that it brings to the host pool, with their bytes; none: found by a cache that has just
-    been started, or made by a release that does not say."""
 
 
 @dataclass(slots=True)
@@ -89,7 +64,7 @@ class Books:
     thrash: ThrashWatch = field(default_factory=ThrashWatch)
     thrashing: list[Thrash] = field(default_factory=list[Thrash])
     """Found, and not told yet."""
-    grants: dict[GrantId, Grant] = field(default_factory=dict[GrantId, Grant])
+    grants: Grants = field(default_factory=Grants)
     draining: frozenset[NodeId] = frozenset()
     """Nodes that an operator wants to be empty: nothing is granted there, and copies that are not
     needed are struck."""
@@ -181,7 +156,7 @@ class Books:
         self.policies.hear_worker(
             worker_id,
             facts,
-            lambda: self.on_device(facts, now_s) if facts is not None else (),
+            lambda news: self.on_device(facts, now_s, news) if facts is not None else (),
             now_s,
         )
 
@@ -189,7 +164,10 @@ class Books:
         facts = self.node(node_id)
         self.pool.hear_node(node_id, facts)
         self.policies.hear_node(
-            node_id, facts, lambda: self.in_pool(facts, now_s) if facts is not None else (), now_s
+            node_id,
+            facts,
+            lambda news: self.in_pool(facts, now_s, news) if facts is not None else (),
+            now_s,
         )
 
     def _see(self, owner: str, present: Collection[str], now_s: float) -> None:
@@ -207,8 +185,8 @@ class Books:
         self._given_up.update((worker_id, instance_id) for instance_id in instance_ids)
         over = tuple(
             grant.grant_id
-            for grant in self.grants.values()
-            if grant.worker_id == worker_id and grant.instance_id in instance_ids
+            for grant in self.grants.of_worker(worker_id)
+            if grant.instance_id in instance_ids
         )
         for grant_id in over:
             del self.grants[grant_id]
@@ -230,8 +208,8 @@ class Books:
 
     def grant_of(self, instance_id: InstanceId, worker_id: WorkerId) -> Grant | None:
         """The grant of a stage, if it has one."""
-        for grant in self.grants.values():
-            if grant.instance_id == instance_id and grant.worker_id == worker_id:
+        for grant in self.grants.of_worker(worker_id):
+            if grant.instance_id == instance_id:
                 return grant
         return None
 
@@ -259,9 +237,8 @@ class Books:
             for one in worker.held
             if one.state in RESIDENT and (worker.worker_id, one.instance_id) not in self._given_up
         }
-        for grant in self.grants.values():
-            if grant.worker_id == worker.worker_id:
-                held[grant.instance_id] = max(grant.device_bytes, held.get(grant.instance_id, 0))
+        for grant in self.grants.of_worker(worker.worker_id):
+            held[grant.instance_id] = max(grant.device_bytes, held.get(grant.instance_id, 0))
         return worker.device.memory_bytes - sum(held.values())
 
     def host_free_bytes(self, node: NodeFacts) -> int:
@@ -274,8 +251,8 @@ class Books:
             copy.size_bytes for copy in node.copies if (node.node_id, copy.digest) in self._dropped
         )
         wanted: dict[Digest, list[HostNeed]] = {}
-        for grant in self.grants.values():
-            if grant.node_id == node.node_id and not self._is_loaded(grant):
+        for grant in self.grants.of_node(node.node_id):
+            if not self._is_loaded(grant):
                 asked = HostNeed(grant.host_bytes, grant.host_parts)
                 wanted.setdefault(grant.digest, []).append(asked)
         promised = sum(
@@ -301,8 +278,13 @@ class Books:
             if copy.tier is Tier.HOST and (node.node_id, copy.digest) not in self._dropped
         )
 
-    def on_device(self, worker: WorkerFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
-        """What could be given up on a device."""
+    def on_device(
+        self, worker: WorkerFacts, now_s: float, among: Collection[str] | None = None
+    ) -> tuple[EvictionCandidate, ...]:
+        """What could be given up on a device; ``among``: of some instances."""
+        if among is not None:
+            held = tuple(one for one in worker.held if one.instance_id in among)
+            worker = replace(worker, held=held)
         given_up = [
             instance_id for owner, instance_id in self._given_up if owner == worker.worker_id
         ]
@@ -318,8 +300,12 @@ class Books:
         facts = self._facts(worker.worker_id, given_up, now_s, aged_s, misses)
         return on_device(worker, node, facts)
 
-    def in_pool(self, node: NodeFacts, now_s: float) -> tuple[EvictionCandidate, ...]:
-        """What could be dropped from a host pool."""
+    def in_pool(
+        self, node: NodeFacts, now_s: float, among: Collection[str] | None = None
+    ) -> tuple[EvictionCandidate, ...]:
+        """What could be dropped from a host pool; ``among``: of some models, by digest."""
+        if among is not None:
+            node = replace(node, copies=tuple(one for one in node.copies if one.digest in among))
         dropped = [digest for owner, digest in self._dropped if owner == node.node_id]
         facts_s = self.roster.node_facts_s(node.node_id)
         aged_s = max(0.0, now_s - facts_s) if facts_s is not None else 0.0
@@ -366,9 +352,7 @@ class Books:
         node = self.node(node_id)
         if node is None:
             return ()
-        granted = frozenset(
-            grant.digest for grant in self.grants.values() if grant.node_id == node_id
-        )
+        granted = frozenset(grant.digest for grant in self.grants.of_node(node_id))
         return tuple(
             digest
             for digest in copies_to_strike(node, granted)

@@ -7,6 +7,7 @@ from prometheus_client import Counter
 
 from pilotlight.cache.books import Books
 from pilotlight.cache.disks import DiskOrders
+from pilotlight.cache.grants import Grants
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import REPEAT_S, Lender
 from pilotlight.cache.measures import CacheMeasures
@@ -104,9 +105,7 @@ class Handlers:
         """
         self._repository.holder_pid = holder_pid
         now_s = self._context.clock.monotonic_s()
-        self._books.grants = {
-            grant.grant_id: grant for grant in await self._repository.open_grants(now_s)
-        }
+        self._books.grants = Grants(await self._repository.open_grants(now_s))
         await self._registrations.follow()
         self._books.hear_estimates(await self._repository.estimates(), now_s)
         self._books.hear_epoch(await self._repository.leading_epoch())

@@ -161,7 +161,9 @@ class Holders:
         return plan_eviction(
             self._books.policies.of(Tier.DEVICE),
             wanted,
-            () if request.free_room else self._books.on_device(worker, now_s),
+            ()
+            if request.free_room or not wanted.missing_bytes
+            else self._books.on_device(worker, now_s),
             self._rules,
         )
 
@@ -234,7 +236,9 @@ class Holders:
         return plan_eviction(
             self._books.policies.of(Tier.HOST),
             wanted,
-            () if request.free_room else self._books.in_pool(room.node, now_s),
+            ()
+            if request.free_room or not wanted.missing_bytes
+            else self._books.in_pool(room.node, now_s),
             self._rules,
         )
 

@@ -127,14 +127,17 @@ class Lender:
 
     def _loans(self, worker: WorkerFacts, settled_s: float) -> tuple[Loan, ...]:
         memory_bytes = worker.device.memory_bytes
+        borrowers = [
+            self._borrower(one)
+            for one in worker.held
+            if one.state in BORROWING and one.loan.most_bytes
+        ]
+        if not borrowers:
+            return ()
         return divide(
             memory_bytes,
             memory_bytes - self._books.device_free_bytes(worker),
-            [
-                self._borrower(one)
-                for one in worker.held
-                if one.state in BORROWING and one.loan.most_bytes
-            ],
+            borrowers,
             settled_s,
             self._rules,
         )

@@ -1,5 +1,6 @@
 """The parameter pool as others see it: the bucket ``copies``, kept by what loaders report."""
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import structlog
@@ -19,11 +20,13 @@ class PublishedCopies:
         """``bucket``: where they are published; ``had`` hears of each that is, or was, there."""
         self._bucket = bucket
         self._had = had
-        self._published: dict[str, tuple[int, ...]] = {}
+        self._published: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+        """By node, then by key: which parts."""
 
     def write_anew(self) -> None:
         """The bucket may have been emptied: take nothing for written."""
-        self._published = dict.fromkeys(self._published, ())
+        for published in self._published.values():
+            published.update(dict.fromkeys(published, ()))
 
     async def sweep(self) -> None:
         """Watch the bucket for ever: what an earlier cache wrote there is ours to remove, once its
@@ -35,10 +38,10 @@ class PublishedCopies:
         if value is None:
             # Removed by another process: if the loader still has the copy the next report writes it
             # anew.
-            self._published.pop(key, None)
+            self._published[_node_of(key)].pop(key, None)
         else:
             self._had(value.digest, value.tier)
-            self._published.setdefault(key, value.parts)
+            self._published[_node_of(key)].setdefault(key, value.parts)
 
     async def follow(self, node: NodeFacts) -> None:
         """Bring the bucket to what one report says.
@@ -46,22 +49,23 @@ class PublishedCopies:
         What could not be written is tried again with the next report.
         """
         present = {_key(copy): copy for copy in node.copies}
-        gone = [
-            key
-            for key in self._published
-            if key.startswith(f"{node.node_id}.") and key not in present
-        ]
+        published = self._published[node.node_id]
+        gone = [key for key in published if key not in present]
         try:
             for key, copy in present.items():
-                if self._published.get(key) != copy.parts:
+                if published.get(key) != copy.parts:
                     await self._bucket.put(key, copy)
-                    self._published[key] = copy.parts
+                    published[key] = copy.parts
             for key in gone:
                 await self._bucket.delete(key)
-                self._published.pop(key, None)
+                published.pop(key, None)
         except BusUnavailable as error:
             log.warning("copies are published later", action="copies_deferred", error=error.message)
 
 
 def _key(copy: Copy) -> str:
     return f"{copy.node_id}.{copy.tier.value}.{copy.digest}"
+
+
+def _node_of(key: str) -> str:
+    return key.partition(".")[0]

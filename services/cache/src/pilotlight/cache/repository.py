@@ -2,21 +2,21 @@
 estimates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, func, insert, select, text, update
+from sqlalchemy import Column, Double, delete, func, insert, select, text, update
 
-from pilotlight.cache.books import Grant
+from pilotlight.cache.grants import Grant
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.cache.sole import check_sole, wait_for_grants
 from pilotlight.common.db import tables
+from pilotlight.common.db.documents import Row, columns, document, given
 from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database
-from pilotlight.common.messages.room import Reserve
 from pilotlight.policy.estimates import with_estimates
 from pilotlight.policy.eviction.base import Victim
 from pilotlight.policy.eviction.thrash import Thrash
@@ -41,6 +41,39 @@ def retention(settings: CacheSettings) -> tuple[Keep, ...]:
     return Keep(
         at=at, days=settings.evictions_keep_days, max_rows=settings.evictions_max_rows
     ), keep_outbox("cache", settings)
+
+
+_GRANT = (
+    "grant_id",
+    "instance_id",
+    "digest",
+    "worker_id",
+    "node_id",
+    "device_bytes",
+    "host_bytes",
+    "generation",
+)
+_given = given(*columns(tables.grants, *_GRANT), Column("lease_s", Double))
+_EARLIER = delete(tables.grants).where(
+    tables.grants.c.instance_id == _given.c.instance_id,
+    tables.grants.c.worker_id == _given.c.worker_id,
+)
+_expires_at = func.now() + _given.c.lease_s * text("interval '1 second'")
+_NEW = insert(tables.grants).from_select(
+    [*_GRANT, "expires_at", "created_at"],
+    select(*(_given.c[name] for name in _GRANT), _expires_at, func.now()).select_from(_given),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """A grant whose row is to be written."""
+
+    grant: Grant
+    model: ModelName
+    lease_s: float
+    evicted: Sequence[tuple[str, Victim]] = ()
+    """What went for it, each with its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,73 +181,43 @@ class CacheRepository:
                 for row in rows
             )
 
-    async def add_grant(
-        self, grant: Grant, request: Reserve, evicted: list[tuple[str, NodeId, Victim]]
-    ) -> None:
-        """Store a grant together with the evictions that made room for it.
+    async def write_grants(self, added: Sequence[Added], ended: Sequence[GrantId]) -> None:
+        """Store grants together with the evictions that made room for them, and forget others;
+        ones that are not known any more are no error.
 
-        It takes the place of an earlier one of its stage.
+        Each takes the place of an earlier one of its stage. No two are of one stage.
 
         Raises:
-            NotSole: another cache answers by now.
+            NotSole: another cache answers by now, and something is to be stored.
         """
         async with self._database.unit_of_work() as work:
-            await check_sole(work.connection, self.holder_pid)
-            earlier = (tables.grants.c.instance_id == grant.instance_id) & (
-                tables.grants.c.worker_id == grant.worker_id
-            )
-            await work.connection.execute(delete(tables.grants).where(earlier))
-            await work.connection.execute(
-                insert(tables.grants).values(
-                    grant_id=grant.grant_id,
-                    instance_id=grant.instance_id,
-                    digest=grant.digest,
-                    worker_id=grant.worker_id,
-                    node_id=grant.node_id,
-                    device_bytes=grant.device_bytes,
-                    host_bytes=grant.host_bytes,
-                    generation=grant.generation,
-                    expires_at=func.now()
-                    + text("make_interval(secs => :lease_s)").bindparams(lease_s=request.lease_s),
-                    created_at=func.now(),
-                )
-            )
-            for kind, node_id, victim in evicted:
-                inputs: dict[str, Any] = {
-                    "grant_id": grant.grant_id,
-                    "for_model": request.model,
-                    "model": victim.model,
-                    "size_bytes": victim.size_bytes,
-                    "idle_s": victim.idle_s,
-                    "penalty_s": victim.penalty_s,
-                    "arrivals_per_s": victim.arrivals_per_s,
-                    "loss": victim.loss,
-                    "score": victim.score,
-                    "spared": [
-                        {
-                            "model": one.model,
-                            "size_bytes": one.size_bytes,
-                            "loss": one.loss,
-                            "score": one.score,
-                        }
-                        for one in victim.spared
-                    ],
-                }
-                await work.connection.execute(
-                    insert(tables.evictions).values(
-                        at=func.now(),
-                        kind=kind,
-                        subject=victim.subject,
-                        node_id=node_id,
-                        reason=victim.reason,
-                        inputs=inputs,
+            if added:
+                await check_sole(work.connection, self.holder_pid)
+            if ended:
+                gone = tables.grants.c.grant_id.in_(ended)
+                await work.connection.execute(delete(tables.grants).where(gone))
+            if not added:
+                return
+            rows = document([_row_of(one) for one in added])
+            await work.connection.execute(_EARLIER, rows)
+            await work.connection.execute(_NEW, rows)
+            for one in added:
+                for kind, victim in one.evicted:
+                    await work.connection.execute(
+                        insert(tables.evictions).values(
+                            at=func.now(),
+                            kind=kind,
+                            subject=victim.subject,
+                            node_id=one.grant.node_id,
+                            reason=victim.reason,
+                            inputs=_inputs_of(one, victim),
+                        )
                     )
-                )
-                work.emit(
-                    f"{kind}_evicted",
-                    victim.subject,
-                    {"node_id": node_id, "for_model": request.model},
-                )
+                    work.emit(
+                        f"{kind}_evicted",
+                        victim.subject,
+                        {"node_id": one.grant.node_id, "for_model": one.model},
+                    )
 
     async def orphans(self) -> Orphans:
         """Which grants may be of no use any more."""
@@ -222,7 +225,9 @@ class CacheRepository:
         unwritten = instances.c.instance_id.is_(None).label("unwritten")
         ended = instances.c.state.in_([state.value for state in ENDED])
         join = grants.outerjoin(instances, instances.c.instance_id == grants.c.instance_id)
-        found = select(grants.c.grant_id, unwritten, func.coalesce(ended, False).label("ended"))
+        found = select(
+            grants.c.grant_id, unwritten, func.coalesce(ended, False).label("ended")
+        ).where(instances.c.instance_id.is_(None) | ended)
         async with self._database.reading() as connection:
             rows = (await connection.execute(found.select_from(join))).all()
         return Orphans(
@@ -257,9 +262,31 @@ class CacheRepository:
                 .values(device_bytes=grant.device_bytes, generation=grant.generation)
             )
 
-    async def end_grants(self, grant_ids: list[GrantId]) -> None:
-        """Forget grants; ones that are not known any more are no error."""
-        async with self._database.unit_of_work() as work:
-            await work.connection.execute(
-                delete(tables.grants).where(tables.grants.c.grant_id.in_(grant_ids))
-            )
+
+def _row_of(added: Added) -> Row:
+    grant = added.grant
+    return {name: getattr(grant, name) for name in _GRANT} | {"lease_s": added.lease_s}
+
+
+def _inputs_of(added: Added, victim: Victim) -> dict[str, Any]:
+    """What an eviction was chosen by."""
+    return {
+        "grant_id": added.grant.grant_id,
+        "for_model": added.model,
+        "model": victim.model,
+        "size_bytes": victim.size_bytes,
+        "idle_s": victim.idle_s,
+        "penalty_s": victim.penalty_s,
+        "arrivals_per_s": victim.arrivals_per_s,
+        "loss": victim.loss,
+        "score": victim.score,
+        "spared": [
+            {
+                "model": one.model,
+                "size_bytes": one.size_bytes,
+                "loss": one.loss,
+                "score": one.score,
+            }
+            for one in victim.spared
+        ],
+    }

@@ -10,14 +10,16 @@ from contextlib import suppress
 
 import structlog
 
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
+from pilotlight.cache.grant_rows import GrantRows
+from pilotlight.cache.grants import Grant
 from pilotlight.cache.holders import Evicted, Holders
 from pilotlight.cache.host_room import parts_of
 from pilotlight.cache.keeper import Keeper
 from pilotlight.cache.lender import Lender
 from pilotlight.cache.measures import CacheMeasures
 from pilotlight.cache.registrations import Registrations
-from pilotlight.cache.repository import CacheRepository
+from pilotlight.cache.repository import Added, CacheRepository
 from pilotlight.cache.striking import Striker
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
@@ -70,6 +72,7 @@ class RoomMaker:
         self._lender = lender
         self._keeper = keeper
         self._measures = measures
+        self._rows = GrantRows(repository, background)
         self._locks: dict[NodeId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.striker = Striker(books, repository, bus, clock, rules, keeper, self._locks)
         self._writing: dict[GrantId, asyncio.Task[Exception | None]] = {}
@@ -152,7 +155,7 @@ class RoomMaker:
     async def release(self, request: Release) -> Released:
         """Forget a grant."""
         self._books.grants.pop(request.grant_id, None)
-        await self._end([request.grant_id])
+        await self._end([request.grant_id], may_wait=True)
         return Released()
 
     async def lapse(self) -> None:
@@ -193,11 +196,12 @@ class RoomMaker:
 
     async def _write(self, grant: Grant, request: Reserve, evicted: Evicted) -> Exception | None:
         """Write a grant's row, whatever becomes of its caller; why that failed."""
-        victims = [("instance", request.node_id, victim) for victim in evicted.instances]
-        victims += [("copy", request.node_id, victim) for victim in evicted.copies]
+        victims = [("instance", victim) for victim in evicted.instances]
+        victims += [("copy", victim) for victim in evicted.copies]
+        added = Added(grant=grant, model=request.model, lease_s=request.lease_s, evicted=victims)
         failure = None
         try:
-            await self._repository.add_grant(grant, request, victims)
+            await self._rows.add(added)
         except Exception as error:  # noqa: BLE001 - raised to the caller
             self._books.grants.pop(grant.grant_id, None)
             failure = error
@@ -221,14 +225,14 @@ class RoomMaker:
         if writing is not None and (error := await asyncio.shield(writing)) is not None:
             raise error
 
-    async def _end(self, grant_ids: Iterable[GrantId] = ()) -> None:
+    async def _end(self, grant_ids: Iterable[GrantId] = (), *, may_wait: bool = False) -> None:
         """Delete the rows of grants that are over.
 
         What is still being written, or cannot be deleted now, the next call takes.
         """
         self._over.update(grant_ids)
         over = [grant_id for grant_id in self._over if grant_id not in self._writing]
-        await self._repository.end_grants(over)
+        await self._rows.end(over, may_wait=may_wait)
         self._over.difference_update(over)
 
 

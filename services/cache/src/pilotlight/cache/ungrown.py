@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import structlog
 
-from pilotlight.cache.books import Books, Grant
+from pilotlight.cache.books import Books
+from pilotlight.cache.grants import Grant
 from pilotlight.cache.repository import CacheRepository
 from pilotlight.cache.room import UNPLANNED_S
 from pilotlight.common.clock import Clock

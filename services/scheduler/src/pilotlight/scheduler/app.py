@@ -13,11 +13,12 @@ from pilotlight.common.service import Application, Context
 from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
 from pilotlight.scheduler.handlers import LeaderSubjects, Listening
-from pilotlight.scheduler.leader import Term, TermContext
+from pilotlight.scheduler.leader import Term
 from pilotlight.scheduler.lease import Fence, Lease
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.registered import ModelReader
 from pilotlight.scheduler.settings import SchedulerSettings
+from pilotlight.scheduler.term_context import TermContext
 from pilotlight.scheduler.world import World
 
 

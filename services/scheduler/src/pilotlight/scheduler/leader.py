@@ -2,25 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
-from pilotlight.common.buckets import Bucket
 from pilotlight.common.clock import Clock
-from pilotlight.common.db.retention import PruneMetrics, Pruner
-from pilotlight.common.db.session import Database
+from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
-from pilotlight.common.service import Context
-from pilotlight.common.waiting import Group, every, pause, woken
+from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.line import shortened
-from pilotlight.policy.control.pace import LEAST, next_starts
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
-from pilotlight.policy.control.tick import tick
+from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED, SERVING
 from pilotlight.policy.placement import owed_service
@@ -33,45 +29,25 @@ from pilotlight.scheduler.decision_log import DecisionLog
 from pilotlight.scheduler.garbage import Garbage, between_turns
 from pilotlight.scheduler.grower import Grower
 from pilotlight.scheduler.lease import Fence
-from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.operator_requests import OperatorRequests
 from pilotlight.scheduler.operators import Operators
+from pilotlight.scheduler.pacing import Pacing
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import trace_parent_of
 from pilotlight.scheduler.repository import SchedulerRepository, retention
 from pilotlight.scheduler.room import RoomClient
 from pilotlight.scheduler.rules import rules_of
-from pilotlight.scheduler.settings import SchedulerSettings
 from pilotlight.scheduler.starter import Starter
 from pilotlight.scheduler.teller import Teller
-from pilotlight.scheduler.world import World
+from pilotlight.scheduler.term_context import TermContext
 
 log = structlog.get_logger()
 
 TICK_S = 0.25
-REST_S = 0.02
-"""After a tick others run for as long as it took, at most for this long, however much is new: rows,
-reports and commands take more of the processor than ticks do."""
 SETTLE_S = 0.5
 ANNOUNCED_S = 0.25
 """A term waits so long at most for its announcement before it looks at everything: until then it
 commands nothing, and would look in vain."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TermContext:
-    """What every term of this process works with, and what outlives it."""
-
-    context: Context[SchedulerSettings]
-    database: Database
-    world: World
-    wake: asyncio.Event
-    """Set when a decision may come out differently."""
-    bucket: Bucket
-    """``instances``."""
-    leader_bucket: Bucket
-    metrics: SchedulerMetrics
-    prune_metrics: PruneMetrics
 
 
 class Term:
@@ -92,7 +68,8 @@ class Term:
         self._started_s = self._clock.monotonic_s()
         self._rules = rules_of(settings, self._started_s)
         self._memory = Memory()
-        self._starts_at_once = self._rules.starts_at_once
+        self._pacing = Pacing(self._clock, self._rules)
+        self._waiters: Waiters | None = None
         self._log = DecisionLog(
             folder=settings.decision_log_dir,
             file_bytes=settings.decision_log_file_bytes,
@@ -108,6 +85,8 @@ class Term:
         self._announcer = Announcer(term_context.leader_bucket, self._epoch, check)
         self._announced = False
         """Nothing is commanded before: a loader that was away must learn the newest epoch first."""
+        self._turned = False
+        """A turn has ended: mostly one that told everybody what to hold."""
         self._heard_of = asyncio.Event()
         """Some term is announced."""
         self._shown_after = term_context.world.reconnects
@@ -174,7 +153,8 @@ class Term:
             NotLeader: the database does not answer.
         """
         try:
-            stored = await self._repository.load()
+            with between_turns(self._started_s):
+                stored = await self._repository.load()
         except DatabaseUnavailable as error:
             raise NotLeader(f"the term did not begin: {error.message}") from error
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
@@ -189,13 +169,13 @@ class Term:
             )
         )
         for one in stored.instances:
-            if (
-                one.instance.state not in ENDED
-            ):  # Where others are shown as they were, ``sweep`` sees.
+            # Where others are shown as they were, ``sweep`` sees.
+            if one.instance.state not in ENDED:
                 self._publisher.publish(one.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.know(stored.estimates, stored.timings)
+        self._metrics.taken_over("rows", self._clock.monotonic_s() - self._started_s)
         log.info(
             "rows read", action="term_loaded", epoch=self._epoch, instances=len(self.book.rows())
         )
@@ -211,10 +191,6 @@ class Term:
             async with self._group as group:
                 self._metrics.leading(self._epoch)
                 group.create_task(self._announcer.run(self._known), name="announcement")
-                group.create_task(self._publisher.run(), name="instances bucket")
-                group.create_task(self._publisher.sweep(), name="instances bucket sweep")
-                group.create_task(self._settle_for_ever(), name="cold starts")
-                group.create_task(self._pruner.prune_for_ever(), name="old rows")
                 group.create_task(self._log.run(), name="decision log")
                 with between_turns(self._clock.monotonic_s()) as garbage:
                     await self._decide_for_ever(garbage)
@@ -227,6 +203,8 @@ class Term:
 
     def _known(self, newest: Epoch) -> None:
         self._world.hear_epoch(newest)
+        if newest == self._epoch and not self._announced:
+            self._metrics.taken_over("announced", self._clock.monotonic_s() - self._started_s)
         self._announced = newest == self._epoch
         self._heard_of.set()
         self._wake.set()
@@ -244,22 +222,28 @@ class Term:
                 self.book.books = self.book.books.settled()
                 self._memory = replace(self._memory, index=None)
             facts = self._gather()
-            gathered_s = self._clock.monotonic_s()
-            plan = tick(facts, self._memory, self._rules)
-            decided_s = self._clock.monotonic_s()
-            tick_s = decided_s - gathered_s
-            self._starts_at_once = next_starts(self._starts_at_once, len(plan.start), tick_s, LEAST)
+            plan = self._pacing.tick(facts, self._memory)
             self._log.note(facts, self._memory, plan)
             await self._apply(plan)
             await self._command(plan, facts.nodes, facts.workers)
-            self._metrics.turned(tick_s, self._clock.monotonic_s() - began_s)
+            ended_s = self._clock.monotonic_s()
+            self._metrics.turned(self._pacing.tick_s, ended_s - began_s)
+            if not self._turned:
+                self._turned = True
+                self._metrics.taken_over("commands", ended_s - self._started_s)
+                self._begin_others()
             self._log.squeeze()
-            garbage.look(self._clock.monotonic_s())
-            # Rows and commands of starts go on between ticks alone; while the turn waited for its
-            # own they did.
-            rested_s = self._clock.monotonic_s() - decided_s
-            await pause(max(tick_s / 4, min(tick_s, REST_S) - rested_s))
+            garbage.look(ended_s)
+            await self._pacing.rest(self._starter.pressing)
             await woken(self._wake, TICK_S)
+
+    def _begin_others(self) -> None:
+        """What waits until a new leader has commanded: it takes as much of the processor."""
+        begin = self._group.create_task
+        begin(self._publisher.run(), name="instances bucket")
+        begin(self._publisher.sweep(), name="instances bucket sweep")
+        begin(self._settle_for_ever(), name="cold starts")
+        begin(self._pruner.prune_for_ever(), name="old rows")
 
     def _show_anew(self) -> None:
         """After a reconnect the buckets may be empty, for gateways that start then."""
@@ -303,11 +287,13 @@ class Term:
             refusals=refusals,
             started=got_room,
             changed=world.take_changed() | Focus(nodes=self.cold_starts.take_learned()),
-            starts_at_once=self._starts_at_once,
+            starts_at_once=self._pacing.starts_at_once,
             told_nodes=sent.nodes,
             told_workers=sent.workers,
         )
-        return shortened(facts, self._memory, self._rules, aged_s)
+        if self._waiters is None or not self._waiters.are_of(demand, world.models):
+            self._waiters = Waiters(demand, world.models, self._rules.turns)
+        return shortened(facts, self._memory, self._rules, aged_s, self._waiters)
 
     async def _apply(self, plan: Plan) -> None:
         """Write what was decided; starts ask for their room in the background."""

@@ -56,6 +56,12 @@ class SchedulerMetrics:
             registry=registry,
             buckets=_CONTROL_BUCKETS_S,
         )
+        self._takeover = Gauge(
+            "pilotlight_scheduler_takeover_seconds",
+            "From this process's last lease to steps of its term: rows read, term announced, commands sent to all",
+            ["step"],
+            registry=registry,
+        )
         self._decisions = Counter(
             "pilotlight_decisions", "Recorded decisions", ["kind", "outcome"], registry=registry
         )
@@ -98,6 +104,12 @@ class SchedulerMetrics:
         """A turn has ended: what its tick took, and all of it."""
         self._control.labels(step="tick").observe(tick_s)
         self._control.labels(step="turn").observe(turn_s)
+
+    def taken_over(self, step: str, after_s: float) -> None:
+        """A new term has come so far, so long after its lease was taken; rows come first."""
+        if step == "rows":
+            self._takeover.clear()
+        self._takeover.labels(step=step).set(after_s)
 
     def looked_at(self, visited: Visited) -> None:
         """A tick has looked at objects."""

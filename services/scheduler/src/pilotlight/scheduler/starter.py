@@ -34,6 +34,7 @@ from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.effects import Effects
 from pilotlight.scheduler.explained import inputs_of, outcome_of, rejections
 from pilotlight.scheduler.metrics import SchedulerMetrics
+from pilotlight.scheduler.pacing import Pressing
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import ColdStart, Decision
 from pilotlight.scheduler.repository import SchedulerRepository
@@ -63,6 +64,7 @@ class Starter:
         default_factory=WeakValueDictionary["Digest", "asyncio.Lock"]
     )
     """By model."""
+    pressing: Pressing = field(default_factory=Pressing)
 
     def begin(self, order: StartOrder) -> Record:
         """Count a start from now on, before there is a row of it."""
@@ -169,33 +171,35 @@ class Starter:
             for placement, error in refusals:
                 assert isinstance(error, _REFUSALS)
                 return _refusal(order, placement, error)
-            async with self._joining(order.model.digest):
-                # Rows of the moment: of two starts of one decision, either may have its room first.
-                there = self.book.books.of_digest(order.model.digest)
-                places = joined(order.model, granted, order.seen.nodes, there)
-                fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
-                instance = replace(
-                    instance,
-                    placements=places.placements,
-                    state=fetching,
-                    state_since_s=self.clock.monotonic_s(),
-                )
-                record = replace(record, instance=instance, tentative=False)
-                cold_start = self._cold_start_of(record, order)
-                await self.repository.start(
-                    instance, _started(instance, order, grants, places, place), cold_start
-                )
-                self.book.joined(record)
-            committed = True
+            with self.pressing.one():
+                async with self._joining(order.model.digest):
+                    # Rows of the moment: of two starts of one decision, either may have its room
+                    # first.
+                    there = self.book.books.of_digest(order.model.digest)
+                    places = joined(order.model, granted, order.seen.nodes, there)
+                    fetching = step(instance.state, InstanceEvent.FETCH_STARTED)
+                    instance = replace(
+                        instance,
+                        placements=places.placements,
+                        state=fetching,
+                        state_since_s=self.clock.monotonic_s(),
+                    )
+                    record = replace(record, instance=instance, tentative=False)
+                    cold_start = self._cold_start_of(record, order)
+                    await self.repository.start(
+                        instance, _started(instance, order, grants, places, place), cold_start
+                    )
+                    self.book.joined(record)
+                committed = True
+                self.publisher.publish(instance)
+                self.metrics.decided("cold_start", "started")
+                await self._command(record, cold_start)
         finally:
             if not committed:
                 self.book.remove(instance.instance_id)
                 for placement in granted:
                     if placement.grant_id is not None:
                         self.effects.release(placement.grant_id)
-        self.publisher.publish(instance)
-        self.metrics.decided("cold_start", "started")
-        await self._command(record, cold_start)
         return None
 
     def _joining(self, digest: Digest) -> asyncio.Lock:

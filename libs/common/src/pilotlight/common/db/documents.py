@@ -14,9 +14,9 @@ from sqlalchemy.sql.selectable import TableValuedAlias
 Row = Mapping[str, object]
 
 
-def document(rows: Sequence[Row]) -> dict[str, str]:
+def document(rows: Sequence[Row], name: str = "rows") -> dict[str, str]:
     """The parameter of a statement over ``given``."""
-    return {"rows": msgspec.json.encode(rows).decode()}
+    return {name: msgspec.json.encode(rows).decode()}
 
 
 def columns(table: Table, *names: str) -> list[Column[Any]]:
@@ -24,15 +24,15 @@ def columns(table: Table, *names: str) -> list[Column[Any]]:
     return [Column(name, table.c[name].type) for name in names]
 
 
-def given(*named: Column[Any]) -> TableValuedAlias:
-    """The document's rows, in their order."""
-    rows = cast(bindparam("rows", type_=Text), JSONB)
+def given(*named: Column[Any], document: str = "rows") -> TableValuedAlias:
+    """The document's rows, in their order; ``document``: its name, where a statement has several."""
+    rows = cast(bindparam(document, type_=Text), JSONB)
     valued = func.jsonb_to_recordset(rows).table_valued(*named)
     return valued.render_derived(name="given", with_types=True)
 
 
-def inserted(table: Table, names: Sequence[str], **values: Any) -> Insert:
+def inserted(table: Table, names: Sequence[str], document: str = "rows", **values: Any) -> Insert:
     """Insert the document's rows, and the same values for each of them."""
-    rows = given(*columns(table, *names))
+    rows = given(*columns(table, *names), document=document)
     selected = (*(rows.c[name] for name in names), *values.values())
     return insert_into(table).from_select([*names, *values], select(*selected).select_from(rows))

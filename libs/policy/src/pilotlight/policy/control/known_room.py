@@ -52,7 +52,13 @@ class KnownRoom:
     def __call__(self, worker_id: WorkerId) -> int:
         """Bytes of one worker."""
         if worker_id not in self._known:
-            self._known[worker_id] = self._room_on(worker_id, self.rules)
+            slot = self._rooms().slots.find(worker_id)
+            # Where eviction frees nothing, room is what is free.
+            self._known[worker_id] = (
+                slot.free_bytes
+                if slot is not None and not slot.is_evictable
+                else self._room_on(worker_id, self.rules)
+            )
         return self._known[worker_id]
 
     def most(self, shape: Shape) -> int:

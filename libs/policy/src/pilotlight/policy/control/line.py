@@ -7,17 +7,19 @@ begins fewer.
 
 import heapq
 from dataclasses import replace
+from itertools import islice
 
 from pilotlight.policy.control.plan import NO_ROOM, Backing, ControlFacts, ControlRules, Memory
-from pilotlight.policy.ids import ModelName
+from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.request import Demand
-
-Waiter = tuple[float, ModelName, Demand]
-"""In the order of the line."""
 
 
 def shortened(
-    facts: ControlFacts, memory: Memory, rules: ControlRules, aged_s: float = 0.0
+    facts: ControlFacts,
+    memory: Memory,
+    rules: ControlRules,
+    aged_s: float = 0.0,
+    waiters: Waiters | None = None,
 ) -> ControlFacts:
     """The facts without the demand that a tick leaves alone, but for its names: what is written
     down of a tick need not have thousands of ages.
@@ -29,8 +31,9 @@ def shortened(
         memory: Who was refused, and when.
         rules: How long the line is.
         aged_s: Since when the demand is as it is told; that of the facts is as of now.
+        waiters: The demand of the facts, sorted; None: nobody has.
     """
-    demand = looked_at(facts, memory, rules, aged_s)
+    demand = looked_at(facts, memory, rules, aged_s, waiters)
     if len(demand) == len(facts.demand):
         return replace(facts, demand=_aged(demand, aged_s)) if aged_s else facts
     names = {one.model for one in demand}
@@ -41,7 +44,8 @@ def shortened(
             name: seen_s for name in names if (seen_s := facts.demand_seen_s.get(name)) is not None
         },
         awaited=facts.awaited & names,
-        asked=facts.asked.union(one.model for one in facts.demand if one.model not in names),
+        asked=facts.asked
+        | (waiters.names if waiters else {one.model for one in facts.demand}) - names,
     )
 
 
@@ -50,7 +54,11 @@ def _aged(demand: tuple[Demand, ...], by_s: float) -> tuple[Demand, ...]:
 
 
 def looked_at(
-    facts: ControlFacts, memory: Memory, rules: ControlRules, aged_s: float = 0.0
+    facts: ControlFacts,
+    memory: Memory,
+    rules: ControlRules,
+    aged_s: float = 0.0,
+    waiters: Waiters | None = None,
 ) -> tuple[Demand, ...]:
     """The demand that a tick looks at.
 
@@ -65,50 +73,36 @@ def looked_at(
         memory: Who was refused, and when.
         rules: How long the line is.
         aged_s: How much older demand is than it says.
+        waiters: The demand of the facts, sorted; None: nobody has.
     """
     if len(facts.demand) <= rules.turns.line_limit:
         return facts.demand
-    found, fresh, refused = _sorted_out(facts, memory, rules, aged_s)  # 1
-    room = (one for one in refused if memory.backing[one[1]].code == NO_ROOM)
-    line = heapq.nsmallest(rules.turns.line_limit, (*fresh, *room))  # 2
-    ahead = {name for _, name, _ in line}
-    now_s, most = facts.now_s - aged_s, facts.most_starts(rules)
-    # No more of these than are ahead come before those that are looked for.
-    oldest = heapq.nsmallest(
-        most + len(ahead), [(now_s - one[2].oldest_age_s, one) for one in fresh]
+    if waiters is None:
+        waiters = Waiters(facts.demand, facts.models, rules.turns)
+    known = facts.books.by_model.among(waiters.names)  # 1
+    known |= waiters.names & (memory.tries.keys() | {one.model for one in facts.refusals})
+    backing, now_s, most = memory.backing, facts.now_s - aged_s, facts.most_starts(rules)
+    cold = (one for one in waiters.line(aged_s) if one[1] not in known)
+    line = list(
+        islice(
+            (one for one in cold if one[1] not in backing or backing[one[1]].code == NO_ROOM),
+            rules.turns.line_limit,
+        )
+    )  # 2
+    ahead = {*known, *(name for _, name, _ in line)}
+    fresh = (
+        one
+        for one in waiters.oldest(now_s, aged_s)
+        if one[1][1] not in ahead and one[1][1] not in backing
     )
-    behind = [(since_s, one) for since_s, one in oldest if one[1] not in ahead] + [
-        (backing.at_s, one)
-        for one in refused
-        if one[1] not in ahead and may_try(backing := memory.backing[one[1]], facts, rules)
-    ]
-    others = heapq.nsmallest(most, behind)  # 3
+    refused = (
+        (one.at_s, waiters.waiter(name, rules.turns, aged_s))
+        for name, one in backing.items()
+        if name not in ahead and waiters.waits_for(name) and may_try(one, facts, rules)
+    )
+    others = heapq.nsmallest(most, (*islice(fresh, most), *refused))  # 3
+    found = (one for one in facts.demand if one.model in known) if known else ()
     return (*found, *(one for _, _, one in line), *(one for _, (_, _, one) in others))
-
-
-def _sorted_out(
-    facts: ControlFacts, memory: Memory, rules: ControlRules, aged_s: float
-) -> tuple[list[Demand], list[Waiter], list[Waiter]]:
-    """The demand that is looked at in any case; of what else waits, who was not refused yet, and
-    who was.
-    """
-    models, backing, patience_s = facts.models, memory.backing, rules.turns.patience_s
-    known = facts.books.by_model.among(one.model for one in facts.demand)
-    known |= memory.tries.keys() | {one.model for one in facts.refusals}
-    found, fresh, refused = list[Demand](), list[Waiter](), list[Waiter]()
-    patience: dict[float, float] = {}
-    for one in facts.demand:
-        name = one.model
-        if name in known:
-            found.append(one)
-        elif name in models and one.waiting > 0:
-            model = models[name]
-            slo_ms = model.slo.ttft_ms
-            if slo_ms not in patience:  # Of thousands of models, few promise different times.
-                patience[slo_ms] = max(patience_s(model), 1e-9)
-            waits = -(one.oldest_age_s + aged_s) / patience[slo_ms], name, one
-            (refused if name in backing else fresh).append(waits)
-    return found, fresh, refused
 
 
 def may_try(waits: Backing | None, facts: ControlFacts, rules: ControlRules) -> bool:

@@ -44,6 +44,8 @@ class Table(Mapping[Key, Value]):
     def among(self, keys: Iterable[Key]) -> set[Key]:
         """Those of many keys that are here."""
         chunks = self._chunks
+        if isinstance(keys, frozenset):
+            return set[Key]().union(*map(keys.intersection, chunks))
         return {key for key in keys if key in chunks[hash(key) % CHUNKS]}
 
     def __contains__(self, key: object) -> bool:

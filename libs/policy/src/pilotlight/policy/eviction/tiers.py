@@ -8,7 +8,7 @@ with the first one and goes with the last. Copies of several nodes that are aske
 by their own sizes and penalties.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from pilotlight.policy.arrivals import Access
 from pilotlight.policy.cluster import HeldState, NodeFacts, Tier, WorkerFacts
@@ -20,7 +20,8 @@ DEFAULT = "pilotlight"
 """No worse than ``iam`` where both were compared, and better in sessions (decision 81)."""
 LOADED = frozenset({HeldState.READY, HeldState.DRAINING})
 
-Candidates = Callable[[], Iterable[EvictionCandidate]]
+Candidates = Callable[[Collection[str]], Iterable[EvictionCandidate]]
+"""From subjects; what comes beside them is left out."""
 
 
 class _Tier:
@@ -73,7 +74,7 @@ class TierPolicies:
         Args:
             owner: The worker's id.
             worker: As it reports; None: it is lost.
-            candidates: What its device holds. Called where that has changed.
+            candidates: Of what its device holds. Called for what is there anew.
             now_s: On the clock of the accesses.
         """
         if worker is None:
@@ -93,7 +94,7 @@ class TierPolicies:
         Args:
             owner: The node's id.
             node: As it reports; None: it is lost.
-            candidates: What its pool holds. Called where that has changed.
+            candidates: Of what its pool holds. Called for what is there anew.
             now_s: On the clock of the accesses.
         """
         if node is None:
@@ -156,6 +157,6 @@ class TierPolicies:
             of.copies[subject] = of.copies.get(subject, 0) + 1
         news = {subject for subject, size in sizes.items() if before.get(subject) != size}
         if news:  # 3
-            for candidate in sorted(candidates(), key=lambda one: one.subject):
+            for candidate in sorted(candidates(news), key=lambda one: one.subject):
                 if candidate.subject in news:
                     of.policy.on_insert(candidate, now_s)

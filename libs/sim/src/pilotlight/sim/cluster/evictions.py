@@ -2,7 +2,8 @@
 tells it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from pilotlight.policy.arrivals import Access, RecentArrivals
@@ -70,8 +71,10 @@ class Evictions:
         books: Books,
         arrivals: RecentArrivals,
         now_s: float,
+        among: Collection[str],
     ) -> Iterable[EvictionCandidate]:
-        records = ((one.instance_id, books.get(one.instance_id)) for one in worker.held)
+        held = tuple(one for one in worker.held if one.instance_id in among)
+        records = ((one.instance_id, books.get(one.instance_id)) for one in held)
         known = CandidateFacts(
             now_s=now_s,
             models=self._models,
@@ -82,4 +85,4 @@ class Evictions:
             },
             misses=MissFacts(arrivals=arrivals),
         )
-        return on_device(worker, node, known)
+        return on_device(replace(worker, held=held), node, known)
