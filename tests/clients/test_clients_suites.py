@@ -97,7 +97,7 @@ def test_a_clients_own_tests(
     assert passed(report) >= part.at_least
 
 
-@pytest.mark.parametrize(("suite", "at_least"), [("langchain", 15), ("litellm", 9)])
+@pytest.mark.parametrize(("suite", "at_least"), [("langchain", 15), ("litellm", 9), ("ollama", 6)])
 def test_other_clients(
     system: RunningSystem, installed: Path, tmp_path: Path, suite: str, at_least: int
 ) -> None:

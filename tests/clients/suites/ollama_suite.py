@@ -19,7 +19,6 @@ def client() -> ollama.Client:
 def test_a_model_is_loaded_by_asking_nothing(client: ollama.Client) -> None:
     loaded = client.generate(model=MODEL)
     assert (loaded.done, loaded.done_reason, loaded.response) == (True, "load", "")
-    assert [one.model for one in client.ps().models] == [MODEL]
     again = client.chat(model=MODEL, keep_alive="5m")
     assert (again.done, again.done_reason, again.message.content) == (True, "load", "")
     (only,) = client.generate(model=MODEL, stream=True)
@@ -49,6 +48,7 @@ def test_a_prompt(client: ollama.Client) -> None:
 
 def test_lists_and_details(client: ollama.Client) -> None:
     assert MODEL in [one.model for one in client.list().models]
+    assert {one.model for one in client.ps().models} <= {MODEL}
     assert "completion" in client.show(MODEL).capabilities
     assert client.pull(MODEL).status == "success"
 

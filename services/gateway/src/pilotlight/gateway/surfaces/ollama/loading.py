@@ -60,7 +60,8 @@ class Loading:
             if self.api.readiness(entry).state is not ModelState.COLD:
                 keep_s = entry.model.scaling.keep_alive_s
                 raise Forbidden(
-                    f"{entry.model.name} stays loaded, as others may use it: it goes by itself {keep_s:g} s after its last request, or an operator evicts it",
+                    f"{entry.model.name} stays loaded, as others may use it:"
+                    f" it goes {keep_s:g} s after its last request, or an operator evicts it",
                     param="keep_alive",
                 )
             return self._done(entry, body, "unload")
