@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.hostile, pytest.mark.anyio]
 AT_ONCE = 100
 PIPELINED = 50
 DEPTH = 100_000
-LONG = 10_000
-"""Words of a body whose client closes its side."""
+LONG_BYTES = 20_000
+"""Of a body whose client closes its side."""
 PEAK_BYTES = 64 * MB
 """While they come: a part of each, up to 256 KB, is read before anything is known of it."""
 KEPT_BYTES = TRIM_BYTES + 16 * MB
@@ -88,7 +88,7 @@ async def half_closed(system: RunningSystem, request: bytes) -> int:
 def attack(name: str, system: RunningSystem) -> Coroutine[Any, Any, int]:
     line = b"x: " + b"a" * (MB // 4 - 5) + b"\r\n"
     deep = b'{"model": "ember-7m", "prompt": ' + b"[" * DEPTH + b"]" * DEPTH + b"}"
-    long = json.dumps({"model": "ember-7m", "prompt": "x " * LONG}).encode()
+    long = json.dumps({"model": "ember-7m", "prompt": "x", "pad": "x" * LONG_BYTES}).encode()
     broken = b'{"model": "ember-7m", "prompt": "\xff\xfe\xc0\x80"}'
     match name:
         case "slow heads":

@@ -48,7 +48,7 @@ def test_a_prompt(client: ollama.Client) -> None:
 
 def test_lists_and_details(client: ollama.Client) -> None:
     assert MODEL in [one.model for one in client.list().models]
-    assert {one.model for one in client.ps().models} <= {MODEL}
+    assert {one.model for one in client.ps().models} <= {one.model for one in client.list().models}
     assert "completion" in client.show(MODEL).capabilities
     assert client.pull(MODEL).status == "success"
 
