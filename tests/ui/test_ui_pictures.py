@@ -1,8 +1,9 @@
 """Pages look as they were looked at: pictures of them are compared with stored ones.
 
-``PILOTLIGHT_WRITE_PICTURES=1`` stores them anew: look at each before it is committed. They are
-compared at a quarter of their size, so that another version of a browser or a font may draw letters
-otherwise; a card, a colour or a row that is elsewhere is seen.
+``PILOTLIGHT_WRITE_PICTURES=FOLDER`` stores them anew, and puts them there whole: look at each
+before it is committed. They are stored and compared at a quarter of their size, so that another
+version of a browser or a font may draw letters otherwise; a card, a colour or a row that is
+elsewhere is seen.
 """
 
 import base64
@@ -29,20 +30,30 @@ from pilotlight.policy.testing import model
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.anyio]
 
 STORED = Path(__file__).parent / "pictures"
-WRITE = bool(os.environ.get("PILOTLIGHT_WRITE_PICTURES"))
+WRITE = os.environ.get("PILOTLIGHT_WRITE_PICTURES")
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 MAX_SHARE = 0.004
 """Of a picture's points that may be another colour: two lines of text."""
+QUARTER = """async (data) => {
+  const image = new Image();
+  image.src = `data:image/png;base64,${data}`;
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [Math.ceil(image.width / 4), Math.ceil(image.height / 4)];
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL().split(",")[1];
+}"""
 DIFFERENCE = """async ([one, other]) => {
   const pixels = async (data) => {
     const image = new Image();
     image.src = `data:image/png;base64,${data}`;
     await image.decode();
     const canvas = document.createElement("canvas");
-    [canvas.width, canvas.height] = [Math.ceil(image.width / 4), Math.ceil(image.height / 4)];
+    [canvas.width, canvas.height] = [image.width, image.height];
     const context = canvas.getContext("2d");
-    context.imageSmoothingQuality = "high";
-    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    context.drawImage(image, 0, 0);
     return context.getImageData(0, 0, canvas.width, canvas.height);
   };
   const [left, right] = [await pixels(one), await pixels(other)];
@@ -58,7 +69,7 @@ PAGES = {
     "cold-starts": ("/cold-starts", "tr.row"),
     "cold-start": ("/cold-starts/inst-0001", ".crumbs"),
     "cold-start-group": ("/cold-starts/inst-0002", ".crumbs"),
-    "model": ("/models/org-1/model-0001", "#attainment .empty"),
+    "model": ("/models/org-1/model-0001", "#main:has(#attainment .empty):has(#ttft canvas)"),
     "node": ("/nodes/node-0001", "#main table"),
     "traces": ("/traces", "h1"),
     "trace": (f"/traces/{'a' * 32}", ".waterfall"),
@@ -259,16 +270,19 @@ class Pictures:
 
     async def share_off(self, taken: bytes, name: str) -> float:
         """The share of points in which a picture differs from the stored one."""
-        stored = (STORED / f"{self.theme}-{name}.png").read_bytes()
-        return await self.page.evaluate(
-            DIFFERENCE, [base64.b64encode(one).decode() for one in (stored, taken)]
-        )
+        stored = base64.b64encode((STORED / f"{self.theme}-{name}.png").read_bytes()).decode()
+        return await self.page.evaluate(DIFFERENCE, [stored, await self._quarter(taken)])
+
+    async def _quarter(self, taken: bytes) -> str:
+        """A picture at a quarter of its size, in base64."""
+        return await self.page.evaluate(QUARTER, base64.b64encode(taken).decode())
 
     async def compared(self, taken: bytes, name: str, folder: Path) -> str:
         """Nothing, or what is wrong and where the picture lies."""
-        if WRITE:
-            STORED.mkdir(exist_ok=True)
-            (STORED / f"{self.theme}-{name}.png").write_bytes(taken)
+        if WRITE is not None:
+            file = f"{self.theme}-{name}.png"
+            (Path(WRITE) / file).write_bytes(taken)
+            (STORED / file).write_bytes(base64.b64decode(await self._quarter(taken)))
             return ""
         off = await self.share_off(taken, name)
         if off <= MAX_SHARE:

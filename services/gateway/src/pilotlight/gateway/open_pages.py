@@ -1,4 +1,4 @@
-"""Routes without a key: health, readiness, version, and metrics, as far as no setting closes them."""
+"""Routes without a key: health, readiness, version, and metrics unless a setting closes them."""
 
 import os
 from collections.abc import Callable, Sequence
