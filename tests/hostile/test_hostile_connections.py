@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.hostile, pytest.mark.anyio]
 AT_ONCE = 100
 PIPELINED = 50
 DEPTH = 100_000
+LONG_BYTES = 20_000
+"""Of a body whose client closes its side."""
 PEAK_BYTES = 64 * MB
 """While they come: a part of each, up to 256 KB, is read before anything is known of it."""
 KEPT_BYTES = TRIM_BYTES + 16 * MB
@@ -30,9 +32,9 @@ SLOW_S = 0.5
 """Between two bytes of a slow client, whose head the gateway waits for 30 s."""
 
 
-def post(system: RunningSystem, body: bytes) -> bytes:
+def post(system: RunningSystem, body: bytes, path: str = "/v1/completions") -> bytes:
     return (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {key_of(system)['authorization']}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: {key_of(system)['authorization']}\r\n"
         f"content-length: {len(body)}\r\n\r\n"
     ).encode() + body
 
@@ -70,9 +72,23 @@ async def pipelined(system: RunningSystem) -> int:
         writer.transport.abort()
 
 
+async def half_closed(system: RunningSystem, request: bytes) -> int:
+    """A request whose client closes its side behind it; the status, or 0 without an answer."""
+    port = int(system.url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        writer.write_eof()
+        answer = await reader.read()
+        return int(answer.split()[1]) if answer else 0
+    finally:
+        writer.transport.abort()
+
+
 def attack(name: str, system: RunningSystem) -> Coroutine[Any, Any, int]:
     line = b"x: " + b"a" * (MB // 4 - 5) + b"\r\n"
     deep = b'{"model": "ember-7m", "prompt": ' + b"[" * DEPTH + b"]" * DEPTH + b"}"
+    long = json.dumps({"model": "ember-7m", "prompt": "x", "pad": "x" * LONG_BYTES}).encode()
     broken = b'{"model": "ember-7m", "prompt": "\xff\xfe\xc0\x80"}'
     match name:
         case "slow heads":
@@ -81,6 +97,10 @@ def attack(name: str, system: RunningSystem) -> Coroutine[Any, Any, int]:
             return pipelined(system)
         case "headers of 10 MB":
             return send(system, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n", *[line] * 40)
+        case "half-closed bodies":
+            return half_closed(system, post(system, long, "/tokenize")[:-1])
+        case "half-closed requests":
+            return half_closed(system, post(system, long, "/tokenize"))
         case "deep JSON":
             return send(system, post(system, deep))
         case _:
@@ -94,6 +114,9 @@ def attack(name: str, system: RunningSystem) -> Coroutine[Any, Any, int]:
         ("pipelines", {200}),
         # 0: a client that goes on sending after its answer may be cut off before it has read it.
         ("headers of 10 MB", {0, 431}),
+        # Half a request is none: the connection ends without an answer.
+        ("half-closed bodies", {0}),
+        ("half-closed requests", {200}),
         # 429: bodies of one key have half of the memory for them.
         ("deep JSON", {400, 429}),
         ("no UTF-8", {400}),

@@ -263,7 +263,12 @@ def _world(
             api=api, prompts=PooledPrompts(texts), exchanges=exchanges, limits=limits
         ),
     )
-    pages = Pages(metrics=context.metrics, run_dir=settings.run_dir, not_ready=lambda: None)
+    pages = Pages(
+        metrics=context.metrics,
+        run_dir=settings.run_dir,
+        not_ready=lambda: None,
+        metrics_networks=settings.metrics_networks,
+    )
     batches = build_batches(
         settings,
         api,

@@ -66,6 +66,49 @@ async def test_fields_that_nothing_is_done_with_are_named(world):
     assert len(named.split(", ")) == 16
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (
+            CHAT,
+            {"stream": True, "stream_options": {"include_usage": True, "later": 1}, "store": True},
+            "store, stream_options.later",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "thinking": {"type": "disabled", "budget_tokens": 1024},
+                "tools": [
+                    {"name": name, "input_schema": {}, "cache_control": {"type": "ephemeral"}}
+                    for name in ("one", "two")
+                ],
+                "tool_choice": {"type": "none"},
+                "metadata": {},
+            },
+            "metadata, thinking.budget_tokens, tools.cache_control",
+        ),
+        (
+            "/api/chat",
+            {"options": {"seed": 1, "num_ctx": 2048, "repeat_last_n": 64}, "keep_alive": "5m"},
+            "keep_alive, options.num_ctx, options.repeat_last_n",
+        ),
+        (
+            "/api/generate",
+            {"prompt": "hello", "options": {"num_keep": 4, "strange name": 1}},
+            "messages, options.num_keep",
+        ),
+        ("/api/chat", {"options": {"temperature": 0, "num_predict": 9}, "keep_alive": None}, None),
+        ("/api/chat", {"options": None}, None),
+    ],
+)
+async def test_fields_within_others_are_named_too(world, path, fields, named):
+    await world.worker()
+    answer = await world.http.post(path, json={**BODY, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-pilotlight-ignored-fields") == named
+
+
 async def test_the_state_of_a_model(world):
     async def card():
         found = (await world.http.get("/v1/models/fox")).json()

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pilotlight.common.buckets import GATEWAYS
 from pilotlight.common.clock import ManualClock, SystemClock
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.health import HealthServer
 from pilotlight.common.messages.reports import GatewayInfo
 from pilotlight.common.testing import ReconnectingBus, until
@@ -115,6 +116,24 @@ async def test_presence(bus, make_context):
     assert seen["gw-1"] is None
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("clients", "status"), [("", 200), ("10.0.0.0/8, 127.0.0.1", 200), ("10.0.0.0/8", 403)]
+)
+async def test_a_setting_says_who_reads_the_metrics(make_world, clients, status):
+    world = await make_world(metrics_clients=clients)
+    # A key changes nothing about it.
+    for headers in ({}, {"authorization": ""}):
+        answer = await world.http.get("/metrics", headers=headers)
+        assert answer.status_code == status
+        assert ("pilotlight_" in answer.text) == (status == 200)
+    assert (await world.http.get("/healthz")).status_code == 200
+
+
+def test_a_client_of_the_metrics_is_an_address():
+    with pytest.raises(SettingsInvalid, match="METRICS_CLIENTS"):
+        GatewaySettings(metrics_clients="somewhere")
 
 
 async def test_a_gateway_that_was_killed_is_removed_by_another(bus, make_context):

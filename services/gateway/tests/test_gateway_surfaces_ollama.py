@@ -171,13 +171,11 @@ async def test_a_registered_model_needs_no_pull(world):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/api/chat", {"messages": []}, "messages"),
         ("/api/chat", {"messages": [{**HELLO[0], "images": ["x"]}]}, "images"),
         ("/api/chat", {"options": {"mirostat": 2}}, "mirostat"),
         ("/api/chat", {"format": "yaml"}, "format"),
         ("/api/chat", {"think": True}, "enable_thinking"),
         ("/api/chat", {"model": "none"}, "model_not_found"),
-        ("/api/generate", {"prompt": ""}, "prompt"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "raw"),

@@ -7,7 +7,10 @@ from pilotlight.gateway.ui.waterfall import (
     MIN_WIDTH_PERCENT,
     TICKS,
     Interval,
+    Lane,
     chart_of,
+    lane_of_node,
+    lanes_of,
     of_cold_start,
     of_spans,
     ticks_of,
@@ -38,6 +41,10 @@ def phase(name: str, start: float, end: float, *, process: str = "worker", offse
         "process": process,
         "detail": "",
     }
+
+
+def placement(node_id: str, start: int, stop: int):
+    return {"node_id": node_id, "stage": {"start": start, "stop": stop}}
 
 
 def span(name: str, span_id: str, parent: str, start: int, end: int, service: str = "gateway"):
@@ -82,13 +89,35 @@ def test_each_stage_of_a_group_has_its_lane() -> None:
         phase("fetch", 11.0, 11.5, process="loader") | {"lane": "4-10"},
         phase("queue", 10.0, 11.0, process="gateway"),
     ]
-    chart = of_cold_start({"phases": phases, "first_token_s": None, "wall_offset_s": None})
-    assert [(row.process, row.name) for row in chart.rows] == [
-        ("gateway", "queue"),
-        ("loader 4-10", "fetch"),
-        ("loader 10-16", "fetch"),
-        ("worker 10-16", "load"),
+    record = {"phases": phases, "first_token_s": None, "wall_offset_s": None}
+    placements = [placement("n2", 10, 16), placement("n1", 4, 10)]
+    first = Lane(title="Stage 1 of 2, layers 4-10", node_id="n1")
+    last = Lane(title="Stage 2 of 2, layers 10-16", node_id="n2")
+    assert [
+        (row.lane, row.process, row.name)
+        for row in of_cold_start(record, placements=placements).rows
+    ] == [
+        (None, "gateway", "queue"),
+        (first, "loader", "fetch"),
+        (last, "loader", "fetch"),
+        (last, "worker", "load"),
     ]
+    # Of a decision that is not kept any more, the layers alone.
+    assert [row.lane for row in of_cold_start(record).rows[1:]] == [
+        Lane(title="Layers 4-10"),
+        Lane(title="Layers 10-16"),
+        Lane(title="Layers 10-16"),
+    ]
+
+
+def test_a_fetch_is_in_the_lane_of_its_nodes_stage() -> None:
+    group = [placement("n1", 0, 4), placement("n2", 4, 8), placement("n2", 8, 12)]
+    assert lane_of_node(group, "n1") == "0-4"
+    assert lane_of_node(group, "n2") == "", "one loader for two stages"
+    assert lane_of_node(group, "n3") is None
+    assert lane_of_node(group[:1], "n1") == ""
+    assert lane_of_node(group[:1], "n2") is None
+    assert lanes_of(group[:1]) == {}
 
 
 def test_what_goes_on_is_drawn_up_to_now() -> None:

@@ -219,6 +219,7 @@ def build_server(
         run_dir=settings.run_dir,
         not_ready=lambda: unready(server, context),
         metrics_dir=settings.metrics_dir,
+        metrics_networks=settings.metrics_networks,
     )
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
     edge = Edge(

@@ -1,7 +1,7 @@
-"""Routes without a key: health, readiness, version, metrics."""
+"""Routes without a key: health, readiness, version, and metrics unless a setting closes them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from pilotlight.gateway.edge.addresses import Network, is_from
 from pilotlight.gateway.records import scrape
 
 OPEN_PAGES = frozenset({"/healthz", "/health", "/ping", "/version", "/readyz", "/metrics"})
@@ -26,6 +27,8 @@ class Pages:
     run_dir: Path
     not_ready: Callable[[], str | None]
     metrics_dir: Path | None = None
+    metrics_networks: Sequence[Network] = ()
+    """Whose clients may read the metrics; none: all."""
 
     def routes(self) -> list[Route]:
         """Health, readiness and metrics."""
@@ -56,7 +59,9 @@ class Pages:
             else PlainTextResponse(f"{reason}\n", 503)
         )
 
-    async def metrics_page(self, _: Request) -> Response:
+    async def metrics_page(self, request: Request) -> Response:
         """Metrics of every service on this machine."""
+        if self.metrics_networks and not is_from(self.metrics_networks, request):
+            return PlainTextResponse("PILOTLIGHT_METRICS_CLIENTS does not name your address\n", 403)
         page = await scrape.collect(self.metrics, self.run_dir, os.getpid(), self.metrics_dir)
         return Response(page, headers={"content-type": scrape.CONTENT_TYPE})

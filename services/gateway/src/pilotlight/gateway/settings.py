@@ -1,7 +1,7 @@
 """The gateway's settings."""
 
 import re
-from ipaddress import ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -134,6 +134,10 @@ class GatewaySettings(
         description="Addresses and networks, separated by commas, whose clients need no key for Ollama's API, for example `127.0.0.1`. "
         "Behind a proxy all clients have the proxy's address.",
     )
+    metrics_clients: str = Field(
+        "",
+        description="Addresses and networks, likewise, that may read `/metrics`, which names every model; others get 403. By default all.",
+    )
     hold_timeout_s: float = Field(
         120.0, gt=0, description="How long a request waits for an instance before it gets 503."
     )
@@ -200,11 +204,10 @@ class GatewaySettings(
         parsed_aliases(value)
         return value
 
-    @field_validator("ollama_clients")
+    @field_validator("ollama_clients", "metrics_clients")
     @classmethod
     def _are_networks(cls, value: str) -> str:
-        for part in parsed_list(value):
-            ip_network(part)
+        _networks(value)
         return value
 
     @field_validator("cors_origins")
@@ -214,6 +217,11 @@ class GatewaySettings(
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"{origin!r} is no origin: https://host or https://host:port")
         return value
+
+    @property
+    def metrics_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """Whose clients may read the metrics; none: all."""
+        return _networks(self.metrics_clients)
 
 
 def parsed_list(value: str) -> tuple[str, ...]:
@@ -234,3 +242,7 @@ def parsed_aliases(value: str) -> dict[str, str]:
             raise ValueError(f"{part!r} is no alias=model, or its alias stands there twice")
         aliases[alias] = model
     return aliases
+
+
+def _networks(value: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    return tuple(ip_network(part) for part in parsed_list(value))

@@ -45,6 +45,7 @@ from pilotlight.gateway.openai.told import cold_start_of, model_card, tell_ignor
 from pilotlight.gateway.openai.tools import NO_TOOLS, ToolUse, tool_use_of
 from pilotlight.gateway.schema.replies import ModelList
 from pilotlight.gateway.schema.requests import ChatRequest, CompletionRequest
+from pilotlight.gateway.serving.starts import Readiness
 from pilotlight.gateway.serving.token_request import TokenRequest
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.pooling import Task
@@ -154,7 +155,7 @@ class OpenAiApi:
         """Every model that the key may use."""
         key = await self._key(request)
         cards = [
-            model_card(name, entry, self._exchanges.starts.readiness(entry.model))
+            model_card(name, entry, self.readiness(entry))
             for name in self._models.names()
             if (entry := self._models.get(name)) is not None
             and key.access.allows_model(entry.model.name)
@@ -168,7 +169,7 @@ class OpenAiApi:
         if not name:
             raise ModelNotFound("a model's name is missing in the path", param="model")
         entry = await self.entry(name, key)
-        return _json(model_card(name, entry, self._exchanges.starts.readiness(entry.model)))
+        return _json(model_card(name, entry, self.readiness(entry)))
 
     async def openapi(self, _: Request) -> Response:
         """The API's description: open."""
@@ -287,6 +288,10 @@ class OpenAiApi:
             for placement in instance.placements
         )
 
+    def readiness(self, entry: CatalogEntry) -> Readiness:
+        """Whether a model can answer at once."""
+        return self._exchanges.starts.readiness(entry.model)
+
     async def entry(self, name: str, key: KeyInfo) -> CatalogEntry:
         """A model by a name that requests may use.
 
@@ -322,7 +327,7 @@ class OpenAiApi:
                 f"this gateway serves {self._exchanges.requests.live} requests, of {self._limits.max_requests} at most",
                 retry_after_s=BUSY_RETRY_AFTER_S,
             )
-        tell_readiness(scope, self._exchanges.starts.readiness(asked.entry.model))
+        tell_readiness(scope, self.readiness(asked.entry))
         return Exchange(self._exchanges, choices, asked.options, asked.asker, scope)
 
     def _choices(

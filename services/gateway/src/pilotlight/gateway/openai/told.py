@@ -9,7 +9,7 @@ from pilotlight.common.errors import BadRequest
 from pilotlight.gateway.edge.client_headers import note_header
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.prompt import INLINE_BYTES
-from pilotlight.gateway.schema.decoding import ignored_fields
+from pilotlight.gateway.schema.ignored import ignored_fields
 from pilotlight.gateway.schema.replies import ModelCard
 from pilotlight.gateway.serving.starts import ColdStart, ModelState, Readiness
 

@@ -90,14 +90,7 @@ _NOT_SUPPORTED: Callable[[NotSupported], tuple[object, ...]] = attrgetter(
     *NotSupported.__struct_fields__
 )
 _decoders: dict[type, msgspec.json.Decoder[object]] = {}
-_known: dict[type, frozenset[str]] = {}
-"""Names of the fields of each type of body: to look for one in a tuple of a hundred takes longer
-than all else."""
-_names: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NAMED = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NOT_UTF8 = "the body is not valid UTF-8"
-MAX_NAMED = 16
-"""Ignored fields that are named at most."""
+NOT_UTF8 = "the body is not valid UTF-8"
 _WHERE = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*?)(?:\[\.\.\.\])?`$")
 _PART = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
 
@@ -121,30 +114,13 @@ def decode_body(body: bytes, as_type: type[R]) -> R:
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
     except UnicodeDecodeError as error:
-        raise BadRequest(_NOT_UTF8) from error
+        raise BadRequest(NOT_UTF8) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from error
     assert isinstance(request, as_type)
     if isinstance(request, CommonRequest):
         _refuse_unsupported(request)
     return request
-
-
-def ignored_fields(body: bytes, as_type: type[msgspec.Struct]) -> list[str]:
-    """Names in a body that was decoded which nothing is done with, as far as they can be named in a
-    header.
-
-    Raises:
-        BadRequest: a name is not UTF-8. Names of fields that are not known are read here alone.
-    """
-    known = _known.get(as_type)
-    if known is None:
-        known = _known[as_type] = frozenset(as_type.__struct_fields__)
-    try:
-        names = [name for name in _names.decode(body) if name not in known]
-    except UnicodeDecodeError as error:
-        raise BadRequest(_NOT_UTF8) from error
-    return [name for name in names if _NAMED.fullmatch(name)][:MAX_NAMED]
 
 
 def _refuse_unsupported(request: NotSupported) -> None:

@@ -72,20 +72,23 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | str | None = None
     keep_alive: Any = None
-    """Taken and not heeded: how long an idle instance stays is the model's own setting."""
+    """Taken and not heeded: how long an idle instance stays is the model's own setting. None at all
+    asks to unload the model, where nothing else is asked."""
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """Body of ``POST /api/chat``."""
 
-    messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
+    messages: Annotated[
+        list[OllamaMessage], Meta(description="Without any the model is loaded, or unloaded.")
+    ] = []
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     """Body of ``POST /api/generate``."""
 
-    prompt: Annotated[str, Meta(min_length=1)]
+    prompt: Annotated[str, Meta(description="An empty one: the model is loaded, or unloaded.")] = ""
     system: str | None = None
     raw: bool = False
     suffix: Literal[""] | None = None

@@ -1,6 +1,6 @@
 """Pages that show: what each of them reads, and the template that it goes into."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -27,9 +27,10 @@ from pilotlight.gateway.records.usage_report import DAYS, UsageReader
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.templating import Templates
-from pilotlight.gateway.ui.waterfall import Interval, of_cold_start, of_spans
+from pilotlight.gateway.ui.waterfall import Interval, lane_of_node, of_cold_start, of_spans
 from pilotlight.policy.cluster import Liveness, Tier
 from pilotlight.policy.ids import NodeId
+from pilotlight.policy.pooling import Task
 
 EVENTS_PER_PAGE = 50
 STARTS_OF_MODEL = 20
@@ -99,9 +100,7 @@ class Pages:
     async def cold_start(self, request: Request) -> Response:
         """One cold start and its decision."""
         values = await self._start_values(request)
-        found = await self._parts.display.one(DECISIONS, values["start"]["decision_id"])
-        decision = _decoded(found) if found is not None else None
-        return self._render(request, "cold_start.html", decision=decision, **values)
+        return self._render(request, "cold_start.html", **values)
 
     async def cold_start_part(self, request: Request) -> Response:
         """The waterfall alone."""
@@ -137,9 +136,9 @@ class Pages:
         return self._render(request, "simulations.html")
 
     async def playground(self, request: Request) -> Response:
-        """Chat with a model."""
+        """Chat with a model: any that is for that."""
         stored = await self._parts.registration.models.all()
-        names = [one.model.name for one in stored]
+        names = [one.model.name for one in stored if one.model.spec.task is Task.GENERATE]
         chosen = request.query_params.get("model", "")
         return self._render(request, "playground.html", names=names, chosen=chosen)
 
@@ -219,6 +218,7 @@ class Pages:
             "held": held,
             "starts": [_with_chart(start) for start in starts["cold_starts"]],
             "within_slo": _within_slo(stored, starts["cold_starts"]),
+            "progress": parts.fleet.progress(name, stored.model.digest),
             "failed": parts.fleet.failed_start(name, stored.model.digest),
         }
 
@@ -228,7 +228,10 @@ class Pages:
         if found is None:
             raise NotFound(f"no cold start of {instance_id[:MAX_ID_CHARS]} is kept")
         start = _decoded(found)
-        going_on = self._going_on(start) if start["status"] == "open" else []
+        found = await self._parts.display.one(DECISIONS, start["decision_id"])
+        decision = _decoded(found) if found is not None else None
+        placements = _placements(decision)
+        going_on = self._going_on(start, placements) if start["status"] == "open" else []
         seen = [
             one.instance
             for one in self._parts.fleet.instances(start["model"])
@@ -236,7 +239,8 @@ class Pages:
         ]
         return {
             "start": start,
-            "chart": of_cold_start(start, going_on),
+            "decision": decision,
+            "chart": of_cold_start(start, going_on, placements),
             "instance": seen[0] if seen else None,
             "again": self._again(start),
         }
@@ -251,8 +255,16 @@ class Pages:
         age = self._parts.clock.wall() - datetime.fromisoformat(finished)
         return "2s" if age.total_seconds() < LATE_S else ""
 
-    def _going_on(self, start: Mapping[str, Any]) -> list[Interval]:
-        """Fetches of the model that are under way: no phase tells of them before they end."""
+    def _going_on(
+        self, start: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]
+    ) -> list[Interval]:
+        """Fetches of the model that are under way on the nodes of the start: no phase tells of them
+        before they end.
+        """
+        lanes = {
+            node.node_id: lane_of_node(placements, node.node_id) if placements else ""
+            for node in self._parts.fleet.nodes()
+        }
         now_s = self._parts.clock.wall().timestamp()
         return [
             Interval(
@@ -262,10 +274,11 @@ class Pages:
                 end_s=now_s,
                 detail=f"{transfer.done_bytes * 100 // max(1, transfer.total_bytes)} % so far",
                 open=True,
+                lane=lane,
             )
             for node in self._parts.fleet.nodes()
             for transfer in node.transfers
-            if transfer.model == start["model"]
+            if transfer.model == start["model"] and (lane := lanes[node.node_id]) is not None
         ]
 
     async def _event_values(self, request: Request) -> dict[str, Any]:
@@ -285,6 +298,12 @@ class Pages:
             rows = await parts.audit.page(AuditFilter(before_id=_number(before)), limit)
             older = rows[-1]["id"] if len(rows) == limit else None
         return {"kind": kind, "rows": rows, "older": older, "first": not before}
+
+
+def _placements(decision: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Where a decision put what it started."""
+    scheme = decision["outcome"].get("scheme") if decision is not None else None
+    return scheme["placements"] if scheme else []
 
 
 def _with_chart(start: dict[str, Any]) -> dict[str, Any]:

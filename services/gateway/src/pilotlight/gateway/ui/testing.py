@@ -18,6 +18,7 @@ from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.mounts import mounted
+from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.ui.app import SessionKeys, UiParts, build_ui
 from pilotlight.gateway.ui.door import MOUNTED_AT
@@ -43,8 +44,15 @@ class UiWorld:
 
 
 @asynccontextmanager
-async def ui_world(context: Context[GatewaySettings]) -> AsyncGenerator[UiWorld]:
-    """Start what the dashboard needs, and end it; its chat answers with the key that asks."""
+async def ui_world(
+    context: Context[GatewaySettings], fleet: Fleet | None = None
+) -> AsyncGenerator[UiWorld]:
+    """Start what the dashboard needs, and end it; its chat answers with the key that asks.
+
+    Args:
+        context: of its gateway.
+        fleet: what pages show in the place of the gateway's own.
+    """
     async with admin_world(context) as admin:
         parts = admin.parts
         keys = SessionKeys(parts.sessions)
@@ -59,7 +67,7 @@ async def ui_world(context: Context[GatewaySettings]) -> AsyncGenerator[UiWorld]
                 pages=PageParts(
                     templates=Templates(context.clock),
                     clock=context.clock,
-                    fleet=admin.fleet,
+                    fleet=fleet or admin.fleet,
                     registration=parts.registration,
                     drains=parts.drains,
                     display=parts.display,

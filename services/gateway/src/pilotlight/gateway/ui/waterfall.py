@@ -4,7 +4,7 @@ Pure: records as the database has them in, positions in per cent out.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -41,6 +41,17 @@ class Row:
     bars: tuple[Bar, ...]
     note: str = ""
     depth: int = 0
+    lane: "Lane | None" = None
+    """None: it is of no stage alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """A stage of a group, and where it is."""
+
+    title: str
+    node_id: str = ""
+    """Empty: that is not known any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +86,11 @@ class Interval:
     """The layers of the stage that it is of, where several workers share a start."""
 
 
-def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) -> Chart:
+def of_cold_start(
+    record: Mapping[str, Any],
+    going_on: Iterable[Interval] = (),
+    placements: Sequence[Mapping[str, Any]] = (),
+) -> Chart:
     """The waterfall of a cold start, as the admin API shows its record.
 
     Times of several hosts are laid on one axis by their differences from the wall clock.
@@ -83,6 +98,7 @@ def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) 
     Args:
         record: the cold start.
         going_on: what goes on now and is in no record yet.
+        placements: of its decision; none, where that is not known.
     """
     intervals = [
         Interval(
@@ -99,13 +115,52 @@ def of_cold_start(record: Mapping[str, Any], going_on: Iterable[Interval] = ()) 
     first_token_s = None
     if record["first_token_s"] is not None and record["wall_offset_s"] is not None:
         first_token_s = record["first_token_s"] + record["wall_offset_s"]
-    return chart_of(intervals, first_token_s)
+    return chart_of(intervals, first_token_s, lanes_of(placements))
 
 
-def chart_of(intervals: Sequence[Interval], first_token_s: float | None = None) -> Chart:
+def layers_of(placement: Mapping[str, Any]) -> str:
+    """The layers of a placement, as phases name their lane."""
+    return f"{placement['stage']['start']}-{placement['stage']['stop']}"
+
+
+def lanes_of(placements: Sequence[Mapping[str, Any]]) -> dict[str, Lane]:
+    """The stages of a group by their layers; none for one worker alone."""
+    if len(placements) < 2:
+        return {}
+    stages = sorted(placements, key=lambda placement: placement["stage"]["start"])
+    return {
+        layers: Lane(
+            title=f"Stage {number} of {len(stages)}, layers {layers}", node_id=one["node_id"]
+        )
+        for number, one in enumerate(stages, 1)
+        for layers in (layers_of(one),)
+    }
+
+
+def lane_of_node(placements: Sequence[Mapping[str, Any]], node_id: str) -> str | None:
+    """In which lane a node's loader is: in none (empty) where the node has several stages, or the
+    only one. None: the node has no part in the start.
+    """
+    layers = [layers_of(one) for one in placements if one["node_id"] == node_id]
+    if not layers:
+        return None
+    return layers[0] if len(layers) == 1 and len(placements) > 1 else ""
+
+
+def chart_of(
+    intervals: Sequence[Interval],
+    first_token_s: float | None = None,
+    lanes: Mapping[str, Lane] | None = None,
+) -> Chart:
     """Rows by process and name, processes in the order of a request's way, names by first start;
     then those of each stage, in the order of layers, where several workers share a start.
+
+    Args:
+        intervals: in any order.
+        first_token_s: when the first token left.
+        lanes: what is known of the stages.
     """
+    known = lanes or {}
     if not intervals:
         return Chart(rows=(), length_s=0.0, ticks=())
     origin_s = min(one.start_s for one in intervals)
@@ -115,7 +170,10 @@ def chart_of(intervals: Sequence[Interval], first_token_s: float | None = None) 
     for one in sorted(intervals, key=lambda interval: interval.start_s):
         grouped.setdefault((one.lane, one.process, one.name), []).append(one)
     rows = [
-        _row(f"{process} {lane}".strip(), name, group, origin_s, length_s)
+        replace(
+            _row(process, name, group, origin_s, length_s),
+            lane=known.get(lane, Lane(title=f"Layers {lane}")) if lane else None,
+        )
         for (lane, process, name), group in sorted(grouped.items(), key=lambda pair: _order(*pair))
     ]
     return Chart(

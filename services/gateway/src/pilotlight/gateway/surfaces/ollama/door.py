@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 
 from pilotlight.gateway.auth import KeyInfo
+from pilotlight.gateway.edge.addresses import Network, is_from
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 KEYLESS = KeyInfo("ollama", "inference", "ollama clients without a key")
 """Whose usage that is."""
 
@@ -40,17 +40,11 @@ class Door:
     def keyless(self, request: Request) -> KeyInfo | None:
         """Whose request it is without a key; None where it needs one."""
         headers = request.headers
-        if "authorization" in headers or "origin" in headers or request.client is None:
+        if "authorization" in headers or "origin" in headers:
             return None
         if not self._is_own(headers.get("host", "")):
             return None
-        try:
-            address = ipaddress.ip_address(request.client.host)
-        except ValueError:
-            return None
-        if isinstance(address, ipaddress.IPv6Address):
-            address = address.ipv4_mapped or address
-        return KEYLESS if any(address in network for network in self.networks) else None
+        return KEYLESS if is_from(self.networks, request) else None
 
     def _is_own(self, host: str) -> bool:
         try:

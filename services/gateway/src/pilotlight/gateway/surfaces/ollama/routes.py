@@ -34,6 +34,7 @@ from pilotlight.gateway.schema.ollama import (
 from pilotlight.gateway.schema.sizes import check_sizes
 from pilotlight.gateway.surfaces.narrated import in_shape, narrated
 from pilotlight.gateway.surfaces.ollama.door import Door
+from pilotlight.gateway.surfaces.ollama.loading import Loading
 from pilotlight.gateway.surfaces.ollama.narrator import OllamaNarrator, error_body
 from pilotlight.gateway.surfaces.ollama.request import (
     chat_of,
@@ -66,6 +67,10 @@ class OllamaRoutes:
     door: Door
     embedder: Embedder
 
+    @property
+    def _loading(self) -> Loading:
+        return Loading(self.api, self.clock)
+
     def routes(self) -> list[Route]:
         """All of them."""
         handlers = {
@@ -88,6 +93,8 @@ class OllamaRoutes:
         """Answer a conversation."""
         asker = await self._asker(request)
         body = await self.api.read(request, OllamaChatRequest, asker.key)
+        if not body.messages:
+            return await self._loading.answer(request, asker, body)
         chat = chat_of(body)
         check_sizes(chat)
         conversed = await self.api.converse(request.scope, asker, chat)
@@ -98,6 +105,8 @@ class OllamaRoutes:
         """Answer a prompt, or go on with a raw one."""
         asker = await self._asker(request)
         body = await self.api.read(request, OllamaGenerateRequest, asker.key)
+        if not body.prompt:
+            return await self._loading.answer(request, asker, body)
         conversed = (
             await self.api.complete(request.scope, asker, completion_of(body))
             if body.raw
