@@ -41,9 +41,9 @@ test-chaos:  ## kill, stop and cut off everything in every situation; count what
 	@tools/bootstrap.sh dev
 	@$(PYTEST) tests/chaos tests/upgrade libs/dataplane/tests -m chaos --durations=10
 
-test-chaos-groups:  ## seeded schedules of faults on groups of stages; goes on where LINES=FILE ends: SEEDS=0-199
+test-chaos-groups:  ## seeded schedules of faults on groups of stages; goes on where LINES=FILE ends: SEEDS=0-235
 	@tools/bootstrap.sh dev
-	@PILOTLIGHT_CHAOS_SEEDS=$(or $(SEEDS),0-199) PILOTLIGHT_CHAOS_LINES="$(LINES)" PILOTLIGHT_CHAOS_LOG=1 $(PYTEST) tests/chaos/test_chaos_groups.py -k test_groups -m chaos
+	@PILOTLIGHT_CHAOS_SEEDS=$(or $(SEEDS),0-235) PILOTLIGHT_CHAOS_LINES="$(LINES)" PILOTLIGHT_CHAOS_LOG=1 $(PYTEST) tests/chaos/test_chaos_groups.py -k test_groups -m chaos
 
 test-hostile:  ## floods and other attacks on a whole system, with their figures as JSON
 	@tools/bootstrap.sh dev

@@ -63,9 +63,11 @@ def said(asked: argparse.Namespace) -> dict[str, str]:
     )
     commit, commit_date = shown.stdout.split()
     found = machine()
-    more = f" ARGS='--set {' '.join(asked.set)}'" if asked.set else ""
+    more = [f"--bursts {' '.join(map(str, asked.bursts))}"] if "bursts" in asked.parts else []
+    more += [f"--set {' '.join(asked.set)}"] if asked.set else []
+    arguments = f" ARGS='{' '.join(more)}'" if more else ""
     return {
-        "command": f"make bench-groups PARTS={asked.parts} ROUNDS={asked.rounds}{more}",
+        "command": f"make bench-groups PARTS={asked.parts} ROUNDS={asked.rounds}{arguments}",
         "machine": f"{found['cores']} cores ({found['cpu']}), {found['memory_gib']} GiB, "
         f"Linux {found['kernel']}, Python {found['python']}",
         "commit": commit[:7],

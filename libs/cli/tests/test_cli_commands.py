@@ -123,6 +123,27 @@ def test_a_group_that_becomes_one_worker_says_how_far_it_is(
     assert "%" not in capsys.readouterr().out
 
 
+def test_a_group_that_becomes_several_instances_says_how_many(
+    gateway: Scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = {
+        "model": "tiny",
+        "state": "ready",
+        "body": {"digest": "d1", "targets": 3, "placements": [{"node_id": "a"}, {"node_id": "b"}]},
+    }
+    one = {**group, "body": {**group["body"], "targets": 1}}
+    gateway.answer("GET /models", {"models": [MODEL]})
+    gateway.answer("GET /instances", {"instances": [group]})
+    assert run(["model", "list"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 ready (2 stages, to become 3 instances)" in shown
+    gateway.answer("GET /instances", {"instances": [one]})
+    assert run(["model", "list"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 ready (2 stages)" in shown
+    assert "to become" not in shown
+
+
 def test_models_are_listed(
     gateway: Scripted, capsys: pytest.CaptureFixture[str], out: Callable[[], Any]
 ) -> None:

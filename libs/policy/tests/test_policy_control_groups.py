@@ -15,6 +15,7 @@ from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.fetches import fetch_key, kept_up
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.growing import plan_growth
+from pilotlight.policy.control.holds import stages_of
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Term
 from pilotlight.policy.control.reconcile import Change, ReconcileRules, moved, reconcile
 from pilotlight.policy.control.testing import LargeCluster, Size, view
@@ -194,6 +195,56 @@ def test_a_group_is_one_worker_when_that_has_grown() -> None:
     assert after.state is InstanceState.READY
     assert [(one.worker_id, one.stage, one.held) for one in after.placements] == [(W0, WHOLE, None)]
     assert after.generation == group.generation + 1
+
+
+@pytest.mark.parametrize("state", [HeldState.EVICTED, HeldState.DRAINING])
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_group_of_which_a_stage_is_evicted_goes_as_a_whole(
+    grows: bool, gone: int, state: HeldState
+) -> None:
+    """Or let go by its worker: the other stage is told to drain, and nothing is forgotten before
+    that has ended.
+    """
+    group = _consolidating(_group()) if grows else replace(_group(), generation=Generation(1))
+    ranges = {0: FRONT, 1: BACK}
+    stages = {at: (replace(held(), stage=ranges[at]),) for at in ranges}
+    stages[gone] = (replace(held(state=state), stage=ranges[gone]),)
+
+    def said(one: Instance) -> tuple[Change, ...]:
+        views = {
+            WorkerId(f"w{at}"): view(at, stages=here, heard_s=NOW_S + 1)
+            for at, here in stages.items()
+        }
+        return reconcile([Record(instance=one, model=model())], views, NOW_S + 1, RULES)
+
+    (change,) = said(group)
+    assert change.events == (InstanceEvent.DRAIN,)
+    after = moved(group, change, Epoch(1), NOW_S + 1)
+    assert after.state is InstanceState.DRAINING
+    assert after.generation == group.generation + 1, "workers that obey the old one must hear of it"
+    books = Books().put(Record(instance=after, model=model()))
+    assert [hold.draining for one in (W0, W1) for hold in stages_of(one, books)] == [True, True]
+    assert said(after) == ()
+    stages[gone] = ()
+    assert said(after) == (), "the other one still has it"
+    stages[1 - gone] = ()
+    (released,) = said(replace(after, state_since_s=NOW_S))
+    assert released.events == (InstanceEvent.RELEASED,)
+
+
+def test_an_evicted_stage_that_a_group_needs_no_more_ends_nothing() -> None:
+    """Its lead has the whole model by then."""
+    group = _consolidating(_group())
+    lead = replace(held(), stage=WHOLE, generation=group.generation)
+    evicted = replace(held(state=HeldState.EVICTED), stage=BACK)
+    views = {
+        WorkerId(f"w{at}"): view(at, stages=(stage,), heard_s=NOW_S + 1)
+        for at, stage in enumerate((lead, evicted))
+    }
+    (change,) = reconcile([Record(instance=group, model=model())], views, NOW_S + 1, RULES)
+    assert change.events == (InstanceEvent.CONSOLIDATION_DONE,)
+    assert [one.worker_id for one in change.placements] == [W0]
 
 
 def _fetching(deadline_s: float | None = NOW_S + 4) -> Record:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chaos.clients import Answer
 from chaos.group_schedules import Schedule
 from chaos.group_system import GroupSystem
 
@@ -30,6 +31,8 @@ class Gone:
     """Of the model; more than one: its group was replaced, or had nothing left to serve."""
     repairs: int
     """Stages that another worker brought."""
+    evicted: int
+    """Stages that were given up because their room was taken."""
     took_s: float
     problems: tuple[str, ...]
     """What went wrong."""
@@ -38,7 +41,7 @@ class Gone:
         return (
             f"{self.schedule}; {self.stages} stages, {self.ended_before} of {self.requests} requests "
             f"had ended, {self.moved} moved, {self.with_kv} with KV, {self.starts} starts, "
-            f"{self.repairs} repairs, {self.took_s:.1f} s"
+            f"{self.repairs} repairs, {self.evicted} evicted, {self.took_s:.1f} s"
         )
 
     def line(self) -> dict[str, Any]:
@@ -51,6 +54,7 @@ class Gone:
             "after_s": round(schedule.after_s, 3),
             "at": round(schedule.at, 3),
             "instances": schedule.instances,
+            "workers": schedule.workers,
             "stages": self.stages,
             "requests": self.requests,
             "ended_before": self.ended_before,
@@ -58,6 +62,7 @@ class Gone:
             "with_kv": self.with_kv,
             "starts": self.starts,
             "repairs": self.repairs,
+            "evicted": self.evicted,
             "took_s": round(self.took_s, 1),
             "problems": list(self.problems),
         }
@@ -83,15 +88,26 @@ class Lines:
 
 
 class GroupKeeper:
-    """Keeps one system for all schedules; a new one after a schedule that failed."""
+    """Keeps one system for all schedules of a kind; a new one after a schedule that failed."""
 
     def __init__(self) -> None:
         self._system: GroupSystem | None = None
+        self._references: dict[tuple[str, float, int | None], Answer] = {}
 
-    async def system(self) -> GroupSystem:
-        """The one that stands, or a new one that has calmed down."""
+    async def system(self, workers: int) -> GroupSystem:
+        """The one that stands, or a new one that has calmed down.
+
+        Args:
+            workers: on which its models lie when they are not disturbed.
+        """
+        if workers > 1 and not self._references:
+            # What is right is what one worker says, where one has room for all.
+            await self.system(1)
+        if self._system is not None and self._system.workers != workers:
+            self.close()
         if self._system is None:
-            self._system = GroupSystem()
+            self._system = GroupSystem(workers)
+            self._system.references = self._references
             try:
                 await self._system.calm_down()
             except BaseException:

@@ -12,7 +12,7 @@ from typing import Any
 
 from chaos.clients import ASKS, Running
 from chaos.cut_links import cut_links
-from chaos.group_system import SLO_MS, GroupSystem
+from chaos.group_system import SLO_MS, SOONEST_MS, GroupSystem
 from chaos.processes import Found, Target, hold_stopped
 
 FIRST_MOMENT = 4
@@ -34,7 +34,7 @@ class Moment(StrEnum):
     FORMED = "when its stages were told"
     FIRST_TOKEN = "when a client has its first token"
     MIGRATION = "while a stage grows"
-    ALONE = "when one worker has the whole model"
+    ALONE = "when one worker has the whole model, or two have it"
     SHARED_OUT = "when another of its workers is an instance, too"
 
 
@@ -52,8 +52,20 @@ class Event(StrEnum):
     CLIENTS_LEAVE = "all clients leave"
     SCHEDULER_DIES = "the scheduler is killed"
     CACHE_DIES = "the cache is killed"
+    STAGE_EVICTED = "the stage's room is taken, as soon as it has no requests of its own"
 
 
+ROUND = tuple(event for event in Event if event is not Event.STAGE_EVICTED)
+"""What befalls the groups of the first schedules, in turn."""
+FIRST = 200
+"""Schedules whose groups become what a worker, or each, has room for; all others come behind."""
+EVICTIONS = 2 * len(Moment)
+"""Schedules behind them in which one stage is evicted: at each moment the one that leads, and the
+last one."""
+SHORTER_MOMENTS = tuple(one for one in Moment if one is not Moment.SHARED_OUT)
+SHORTER = 2 * len(Event)
+"""The last schedules: groups that become shorter pipelines; each event twice."""
+SCHEDULES = FIRST + EVICTIONS + SHORTER
 LAST = 0.999
 """Of ``Schedule.at``: the last stage, of however many."""
 SHARED_OUT_SHARE = 0.3
@@ -86,17 +98,72 @@ class Schedule:
     instances: int
     """That the model may have: 1, and the group becomes one worker; more, and it becomes several.
     """
+    workers: int = 1
+    """On which it lies then: 2, where none has room for all of it."""
 
     def __str__(self) -> str:
         return (
             f"{self.event.value}, {self.after_s:.2f} s after the moment {self.moment.value!r}, "
             f"stage {self.at:.2f}, TTFT {self.ttft_ms:g} ms, asks {self.asks}, "
-            f"{self.instances} instances at most"
+            f"{self.instances} instances at most, of {self.workers} workers"
         )
 
 
 def schedule_of(seed: int) -> Schedule:
-    """The schedule of a seed.
+    """The schedule of a seed."""
+    if seed < FIRST:
+        return _first(seed)
+    number = seed - FIRST
+    return _evicted(seed, number) if number < EVICTIONS else _shorter(seed, number - EVICTIONS)
+
+
+def _evicted(seed: int, number: int) -> Schedule:
+    """One stage of a group is evicted."""
+    end, at_moment = divmod(number, len(Moment))
+    moment = tuple(Moment)[at_moment]
+    rng = random.Random(seed)
+    shared_out = moment is Moment.SHARED_OUT or rng.random() < SHARED_OUT_SHARE
+    return Schedule(
+        seed=seed,
+        ttft_ms=rng.choice(SLO_MS),
+        asks=_asks(rng, 1 if shared_out else 0),
+        moment=moment,
+        after_s=rng.uniform(0.0, _SPREAD_S[moment]),
+        event=Event.STAGE_EVICTED,
+        at=(0.0, LAST)[end],
+        instances=INSTANCES if shared_out else 1,
+    )
+
+
+def _shorter(seed: int, number: int) -> Schedule:
+    """A group of three that becomes one of two; its start has as many as there are, for nothing is
+    soon enough.
+    """
+    rng = random.Random(seed)
+    turn, at_event = divmod(number, len(Event))
+    moment = SHORTER_MOMENTS[(number + turn) % len(SHORTER_MOMENTS)]
+    return Schedule(
+        seed=seed,
+        ttft_ms=SOONEST_MS,
+        asks=_asks(rng, 0),
+        moment=moment,
+        after_s=rng.uniform(0.0, _SPREAD_S[moment]),
+        event=tuple(Event)[at_event],
+        at=(0.0, LAST)[turn % 2],
+        instances=1,
+        workers=2,
+    )
+
+
+def _asks(rng: random.Random, more: int) -> tuple[int, ...]:
+    """One that tells when its first token has come, and as many others at least."""
+    first = rng.choice([index for index, ask in enumerate(ASKS) if ask.stream])
+    others = [index for index in range(len(ASKS)) if index != first]
+    return (first, *rng.sample(others, rng.randint(more, len(others))))
+
+
+def _first(seed: int) -> Schedule:
+    """One of the first schedules.
 
     1. Events come in turn, each at another moment in the next turn: few schedules have many of
        them, and as many as there are pairs have each event at each moment, once.
@@ -104,7 +171,7 @@ def schedule_of(seed: int) -> Schedule:
        after it about any.
     """
     rng = random.Random(seed)
-    events, moments = tuple(Event), tuple(Moment)
+    events, moments = ROUND, tuple(Moment)
     turn, number = divmod(seed, len(events))
     moment = moments[(turn + number + FIRST_MOMENT) % len(moments)]  # 1
     ends = (0.0, LAST)
@@ -146,13 +213,16 @@ async def come(
                     # A group that became one worker is remembered with all of its stages.
                     now = max((one["placements"] for one in found), key=len)
                     stages = now if len(now) >= len(stages) else stages
-                if _is_there(moment, found, requests) or all(one.task.done() for one in requests):
+                there = _is_there(moment, found, requests, system.workers)
+                if there or all(one.task.done() for one in requests):
                     return stages
                 await asyncio.sleep(POLL_S)
     return stages
 
 
-def _is_there(moment: Moment, found: list[dict[str, Any]], requests: list[Running]) -> bool:
+def _is_there(
+    moment: Moment, found: list[dict[str, Any]], requests: list[Running], workers: int
+) -> bool:
     match moment:
         case Moment.ASKED:
             return True
@@ -163,7 +233,9 @@ def _is_there(moment: Moment, found: list[dict[str, Any]], requests: list[Runnin
         case Moment.MIGRATION:
             return any(one["state"] == "consolidating" for one in found)
         case Moment.ALONE:
-            return any(one["state"] == "ready" and len(one["placements"]) == 1 for one in found)
+            return any(
+                one["state"] == "ready" and len(one["placements"]) == workers for one in found
+            )
         case Moment.SHARED_OUT:
             return any(one["placements"][0]["grown_from"] for one in found)
 
@@ -223,6 +295,9 @@ async def befalling(
             _kill(system.processes.of(Target.SCHEDULER))
         case Event.CACHE_DIES:
             _kill(system.processes.of(Target.CACHE))
+        case Event.STAGE_EVICTED:
+            ids = [one["worker_id"] for one in workers if one["node_id"] == node_id]
+            lasting += [asyncio.create_task(system.evict_stage(model, one)) for one in ids]
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """A system of several nodes on this machine, whose starts share workers."""
 
+import asyncio
 import shutil
 from collections import Counter
 from typing import Any
@@ -9,7 +10,11 @@ import httpx2
 from chaos.clients import ASKS, ended, until
 from chaos.processes import Found, Target
 from chaos.system import ChaosSystem
+from pilotlight.common.messages.room import GivenUp, GiveUp, give_up_subject
+from pilotlight.common.nats_bus import NatsBus
+from pilotlight.common.settings import BusSettings
 from pilotlight.engine.device.arena import ARENA_ADDRESS, NUM_SLOTS, SLOT_BYTES
+from pilotlight.policy.ids import InstanceId, WorkerId
 
 NODES = 3
 STAGES = 3
@@ -17,7 +22,13 @@ LINK = "40mbit"
 """The demo model's 14 MB take one node 2.8 s."""
 SLO_MS = (1_500.0, 2_400.0)
 """Two that one node does not meet: of all groups the soonest, and the smallest that is in time."""
+SOONEST_MS = 500.0
+"""What no group meets: the start that is the soonest has as many stages as it may."""
 ALONE_MS = 60_000.0
+DEVICE_BYTES = {1: 256 << 20, 2: 28 << 20}
+"""By the workers that the demo model takes, 35 MB with its KV."""
+EVICT_DEADLINE_S = 10.0
+EVICT_POLL_S = 0.05
 FAULTS = "step=0.03"
 """Streams last for as long as stages take to grow, and a little longer."""
 CALM_DEADLINE_S = 60.0
@@ -28,7 +39,12 @@ TIDY_DEADLINE_S = 60.0
 class GroupSystem(ChaosSystem):
     """One ``pilotlight up`` of some nodes with a worker each."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1) -> None:
+        """Start it.
+
+        Args:
+            workers: on which the demo model lies when its group has become what it is to become.
+        """
         super().__init__(
             "--nodes",
             str(NODES),
@@ -41,9 +57,12 @@ class GroupSystem(ChaosSystem):
                 "PILOTLIGHT_FAULTS": FAULTS,
                 "PILOTLIGHT_THREADS": "1",
                 "PILOTLIGHT_POOL_BYTES": str(64 << 20),
-                "PILOTLIGHT_DEVICE_BYTES": str(256 << 20),
+                "PILOTLIGHT_DEVICE_BYTES": str(DEVICE_BYTES[workers]),
             },
         )
+        self.workers = workers
+        self.evicted = 0
+        """Stages that were given up when ``evict_stage`` asked for their room."""
         self.ttft_ms = ALONE_MS
         """Of the models that are registered next."""
         self.max_instances = 1
@@ -55,7 +74,9 @@ class GroupSystem(ChaosSystem):
         return {**found, "slo": slo, "max_instances": self.max_instances}
 
     async def calm_down(self) -> None:
-        """Note what a model says that one worker loads alone, undisturbed."""
+        """Note what a model says that as few workers load as can, undisturbed; the same, where it
+        is known what it says.
+        """
         name = self.new_name("alone")
         self.ttft_ms, self.max_instances = ALONE_MS, 1
         await self.register(name)
@@ -63,9 +84,10 @@ class GroupSystem(ChaosSystem):
         assert not await ended(calm, CALM_DEADLINE_S), "an undisturbed request did not end"
         for one in calm:
             assert one.answer.complete, str(one.answer)
-            self.references[one.ask.reference] = one.answer
+            before = self.references.setdefault(one.ask.reference, one.answer)
+            assert one.answer.same_as(before), f"undisturbed, and yet {before} and {one.answer}"
         (alone,) = await self.instances(name)
-        assert len(alone["placements"]) == 1, alone
+        assert len(alone["placements"]) == self.workers, alone
         assert self.memory_of_models(), "memory of a model that is served is seen"
         await self.forget(name)
         await until(self.untidy, TIDY_DEADLINE_S, "the system before the first schedule")
@@ -149,8 +171,8 @@ class GroupSystem(ChaosSystem):
     async def astray(self, model: str) -> str | None:
         """What is not as it should be when nothing is under way; None: nothing.
 
-        Each instance of a model is one worker's, there are no more than it may have, and their
-        workers alone hold it. What grew out of a group has no room granted to it: it has it.
+        Each instance of a model is one worker's, or as few workers' as can hold it; there are no
+        more than it may have, and their workers alone hold it. What grew out of a group has no room granted to it: it has it.
         """
         try:
             workers, instances = await self.view("workers"), await self.instances(model)
@@ -168,7 +190,7 @@ class GroupSystem(ChaosSystem):
             for place in one["placements"]
             if place["grown_from"]
         }
-        whole = all(len(one["placements"]) == 1 for one in instances)
+        whole = all(len(one["placements"]) == self.workers for one in instances)
         serve = all(one["state"] == "ready" for one in instances)
         if not (whole and serve and len(instances) <= self.max_instances):
             return f"it is served by {instances}"
@@ -178,6 +200,39 @@ class GroupSystem(ChaosSystem):
         if held != places or set(granted) != places - grown:
             return f"held: {held}, granted: {granted}, placed: {places}"
         return None
+
+    async def evict_stage(self, model: str, worker_id: str) -> None:
+        """Have a worker give its stage of a model up, as the cache does that needs the room: when it
+        is ready and has no requests of its own. The stage is waited for; one that has come and
+        gone by itself is not.
+        """
+        (gateway, *_) = self.processes.of(Target.GATEWAY)
+        url = gateway.environment()["PILOTLIGHT_NATS_URL"]
+        settings = BusSettings(nats_url=url, secrets_dir=self.home.secrets)
+        bus = await NatsBus.connect(settings, user="cache", name="evicts")
+        subject, was_there = give_up_subject(WorkerId(worker_id)), False
+        try:
+            async with asyncio.timeout(EVICT_DEADLINE_S):
+                while True:
+                    ids = tuple(
+                        InstanceId(one["instance_id"])
+                        for one in await self.instances(model)
+                        if worker_id in {place["worker_id"] for place in one["placements"]}
+                    )
+                    if was_there and not ids:
+                        return
+                    was_there = bool(ids)
+                    reply = await bus.request(
+                        subject, GiveUp(instance_ids=ids), GivenUp, deadline_s=EVICT_DEADLINE_S
+                    )
+                    if reply.instance_ids:
+                        self.evicted += 1
+                        return
+                    await asyncio.sleep(EVICT_POLL_S)
+        except TimeoutError:
+            return
+        finally:
+            await bus.close()
 
     async def forget(self, name: str) -> None:
         """Delete a model and its files; what its instances hold goes with it."""
