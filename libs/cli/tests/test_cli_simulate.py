@@ -82,6 +82,11 @@ def test_a_clusters_first_tokens_are_told_by_per_cent(capsys: pytest.CaptureFixt
     command = ["simulate", "paraserve-testbed-1", "--compare", "single", "--duration-s", "30"]
     assert run([*command, "--json"]) == 0
     (found,) = lines(capsys)
+    assert found["policy"] == "single"
+    assert found["requests"] > 0
+    assert all(0 <= found[name] <= 1 for name in ("ttft_attainment", "tpot_attainment"))
+    assert 0 < found["ttft_p50_s"] <= found["ttft_p99_s"]
+    assert found["device_seconds"] > 0
     quantiles = [one for one in found["ttft_quantiles_s"] if one is not None]
     assert len(found["ttft_quantiles_s"]) == 100
     assert quantiles == sorted(quantiles)
