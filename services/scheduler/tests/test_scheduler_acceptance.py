@@ -2,13 +2,16 @@
 be, a node that lies, a clock that jumps.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
+from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.model import Model, Slo
@@ -53,6 +56,31 @@ async def test_with_one_node_the_second_waits_and_the_first_keeps_its_slo(
     await until(lambda: decisions(rig, "b"))
     refused = (await decisions(rig, "b"))[0]
     assert "what runs there would be late" in " ".join(refused.reasons)
+    fleet.state = HeldState.READY
+    await fleet.go_on(lambda: fleet.under_way("b"), b=1)
+
+
+async def test_the_next_leader_refuses_what_would_make_a_running_fetch_late(
+    rig: Rig, fleet: Fleet, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> None:
+    """It has the books of the leader before it, from the placements that were written down."""
+    fleet.links = {"n0": LINK}
+    await rig.register(hurried("a"), hurried("b"))
+    await fleet.go_on(lambda: fleet.under_way("a"), a=1)
+    await new_scheduler(rig.clock)
+    epoch = rig.epoch
+    for component in reversed(rig.application.components):
+        await component.stop()
+    await fleet.go_on(lambda: rig.epoch > epoch, 0.02, a=1)
+
+    async def decided() -> list[Any]:
+        return await decisions(rig, "b")
+
+    await fleet.go_on(decided, 0.02, a=1, b=1)
+    refused = (await decided())[0]
+    assert "what runs there would be late" in " ".join(refused.reasons)
+    assert refused.epoch == rig.epoch
+    assert not fleet.under_way("b")
     fleet.state = HeldState.READY
     await fleet.go_on(lambda: fleet.under_way("b"), b=1)
 

@@ -73,6 +73,12 @@ class Rig:
     released: list[GrantId] = field(default_factory=list[GrantId])
     events: list[Event] = field(default_factory=list[Event])
     refusal: PilotlightError | None = None
+    full: Mapping[WorkerId, PilotlightError] = field(
+        default_factory=dict[WorkerId, PilotlightError]
+    )
+    """Workers on which the cache refuses room, and how."""
+    answers_from: int = 0
+    """The cache answers nobody until it was asked so often."""
     incarnation: str = "a"
     epoch: Epoch = field(default=Epoch(0))
     held: dict[InstanceId, HeldStage] = field(default_factory=dict[InstanceId, HeldStage])
@@ -119,13 +125,16 @@ class Rig:
         await self._note()
 
     async def on_reserve(self, ask: Reserve) -> Reserved:
-        """The cache grants what is asked for, or raises ``refusal``."""
+        """The cache grants what is asked for, or refuses it."""
         self.reserved.append(ask)
+        grant_id = GrantId(f"grant-{len(self.reserved)}")
         await self._note()
-        if self.refusal is not None:
-            raise self.refusal
+        await self.until(lambda: len(self.reserved) >= self.answers_from)
+        refusal = self.full.get(ask.worker_id, self.refusal)
+        if refusal is not None:
+            raise refusal
         return Reserved(
-            grant_id=GrantId(f"grant-{len(self.reserved)}"),
+            grant_id=grant_id,
             evicted_instances=(InstanceId("evicted"),),
         )
 
