@@ -8,7 +8,8 @@ serve. Models are kept alive for two seconds, so instances come and go.
 
 1. *At rest*: nothing is asked for. Messages of NATS, in and out, and processor time by process.
 2. *Under load*: the same, and of each start how long its command took, from the demand and from the
-   decision's record. Ticks and whole turns of the leader, by its own histogram.
+   decision's record. Ticks and whole turns of the leader, by its own histogram; its memory, and
+   what its decision log grows by, beside the rows of decisions of that time.
 3. *Failover*: the leader is killed in the middle of that; until the first command of the next.
 
 Floors and aims are compared at the end (``floors_of``), and told on the error stream as soon as
@@ -210,16 +211,20 @@ async def _load(system: Live, window: Window) -> tuple[dict[str, float], dict[st
         leader = await system.leader()
         assert leader is not None
         before = await system.metrics(leader)
+        rows_before = await system.decision_rows()
         window.begin()
         asked_before = demanded.asked
         await pause(size.load_s)
         load = window.end()
         asked = demanded.asked - asked_before
+        rows = await system.decision_rows() - rows_before
         after = await system.metrics(leader)
         _told("under load", load)
         figures = await system.figures()
         starts = await _starts(system, demanded, figures)
         starts["asked_per_s"] = round(asked / size.load_s, 2)
+        starts["decision_rows_per_s"] = round(rows / size.load_s, 2)
+        starts["leader_mib"] = round(system.processes[leader].rss_mib(), 1)
         starts["waiting_at_the_end"] = len(demanded.waiting)
         for step in ("tick", "turn"):
             for share in (0.5, 0.99):

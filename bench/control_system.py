@@ -219,6 +219,17 @@ class Live:
             for player in range(self.size.players)
         ]
 
+    def log_bytes(self) -> int:
+        """What decision logs take on the disk."""
+        return sum(one.stat().st_size for one in (self.home.state / "decisions").glob("*"))
+
+    async def decision_rows(self) -> int:
+        """Decisions that were written down, starts and others."""
+        async with await psycopg.AsyncConnection.connect(self.owner_url) as connection:
+            rows = await connection.execute("SELECT count(*) FROM scheduler.decisions")
+            found = await rows.fetchone()
+            return int(found[0]) if found else 0
+
     async def decided(self) -> dict[str, float]:
         """When each start was decided, in Unix seconds, by instance."""
         async with await psycopg.AsyncConnection.connect(self.owner_url) as connection:
@@ -236,15 +247,17 @@ class Window:
     began_s: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict[str, float])
     varz: dict[str, Any] = field(default_factory=dict[str, Any])
+    log_bytes: int = 0
 
     def begin(self) -> None:
         """From now on."""
         self.began_s = self.live.clock.monotonic_s()
         self.cpu_s = self._cpu()
         self.varz = self.live.varz()
+        self.log_bytes = self.live.log_bytes()
 
     def end(self) -> dict[str, float]:
-        """Shares of a core by process, and messages a second."""
+        """Shares of a core by process, messages and bytes of the decision log a second."""
         seconds = self.live.clock.monotonic_s() - self.began_s
         now, varz = self._cpu(), self.live.varz()
         figures = {
@@ -257,6 +270,8 @@ class Window:
         figures["nats_mib_per_s_out"] = (
             (varz["out_bytes"] - self.varz["out_bytes"]) / seconds / (1 << 20)
         )
+        written = self.live.log_bytes() - self.log_bytes
+        figures["decision_log_bytes_per_s"] = written / seconds
         return {name: round(value, 3) for name, value in figures.items()}
 
     def _cpu(self) -> dict[str, float]:

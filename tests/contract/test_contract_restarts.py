@@ -11,6 +11,7 @@ from typing import Any
 import nats.errors
 import pytest
 from bus_messages import Answer, Ask, Number, echo
+from structlog.testing import capture_logs
 
 from pilotlight.cli.embedded import NatsServer
 from pilotlight.common import nats_bus
@@ -149,9 +150,12 @@ async def test_a_frozen_server_is_noticed_and_nothing_is_lost(own_server: NatsSe
                 await bus.subscribe("v1.other", Number, on_number)
             await bus.publish("v1.numbers", Number(number=1))
         finally:
-            os.kill(pid, signal.SIGCONT)
-        await until(lambda: bus.connected, deadline_s=DEADLINE_S)
+            with capture_logs() as logs:
+                os.kill(pid, signal.SIGCONT)
+                await until(lambda: bus.connected, deadline_s=DEADLINE_S)
         await asyncio.wait_for(done.wait(), DEADLINE_S)
+        (told,) = [one for one in logs if one.get("action") == "bus_silent"]
+        assert told["seconds"] > 1.0
         assert received == [1]
         assert bus.client.stats["reconnects"] == 0
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, eventually, running
 
@@ -86,7 +87,7 @@ def test_an_slo_that_cannot_be_met_gets_one_start_and_a_reason(system: RunningSy
     assert len(instances(system, HURRIED)) == 1
 
 
-def test_a_bus_that_is_silent_for_a_while_ends_nothing(system: RunningSystem) -> None:
+def test_a_bus_that_is_silent_for_a_while_is_told_and_ends_nothing(system: RunningSystem) -> None:
     """Workers are not taken for dead because nothing could be heard of them."""
     chat(system, MODEL)
     before = instances(system, MODEL)
@@ -94,8 +95,12 @@ def test_a_bus_that_is_silent_for_a_while_ends_nothing(system: RunningSystem) ->
     os.kill(pid, signal.SIGSTOP)
     try:
         threading.Event().wait(FROZEN_S)
+        ready = httpx2.get(f"{system.url}/readyz")
+        assert (ready.status_code, ready.text) == (503, "NATS cannot be reached\n")
     finally:
         os.kill(pid, signal.SIGCONT)
+    for process in ("gateway", "scheduler", "cache", "loader"):
+        eventually(lambda process=process: system.logged(process, "bus_silent"))
     chat(system, MODEL)
     after = instances(system, MODEL)
     assert after == before

@@ -53,6 +53,12 @@ class RunningSystem:
             timeout=DEADLINE_S,
         )
 
+    def logged(self, process: str, action: str) -> list[dict[str, Any]]:
+        """Lines of a process's log that tell of an action."""
+        text = (self.home / "logs" / f"{process}.log").read_text()
+        lines = [json.loads(line) for line in text.splitlines() if f'"{action}"' in line]
+        return [one for one in lines if one.get("action") == action]
+
     def cli(self, *arguments: str, status: int = 0) -> Any:
         result = subprocess.run(
             [pilotlight(), *arguments, "--json"],

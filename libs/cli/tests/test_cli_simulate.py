@@ -1,6 +1,7 @@
 """``pilotlight simulate cache``: a line of JSON for each policy, traces of one's own, refusals."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,43 @@ def test_a_clusters_first_tokens_are_told_by_per_cent(capsys: pytest.CaptureFixt
     command = ["simulate", "paraserve-testbed-1", "--compare", "single", "--duration-s", "30"]
     assert run([*command, "--json"]) == 0
     (found,) = lines(capsys)
+    assert found["policy"] == "single"
+    assert found["requests"] > 0
+    assert all(0 <= found[name] <= 1 for name in ("ttft_attainment", "tpot_attainment"))
+    assert 0 < found["ttft_p50_s"] <= found["ttft_p99_s"]
+    assert found["device_seconds"] > 0
     quantiles = [one for one in found["ttft_quantiles_s"] if one is not None]
     assert len(found["ttft_quantiles_s"]) == 100
     assert quantiles == sorted(quantiles)
     assert quantiles[49] == found["ttft_p50_s"]
+
+
+def test_a_report_is_one_file_with_plots_of_every_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It loads nothing from anywhere: there is no address in it, and no script."""
+    path, policies = tmp_path / "report.html", ("single", "locality", "paraserve", "pilotlight")
+    command = ["simulate", "paraserve-testbed-1", "--compare", ",".join(policies)]
+    assert run([*command, "--duration-s", "30", "--json", "--report", str(path)]) == 0
+    found = lines(capsys)
+    assert [one["policy"] for one in found] == list(policies)
+    assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
+    page = path.read_text(encoding="utf-8")
+    for outside in ("://", "src=", "href=", "url(", "@import", "<script", "<link"):
+        assert outside not in page
+    first_tokens, applications = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(re.findall(r"<polyline points=\"[-\d., ]+\"", first_tokens)) == len(policies)
+    bars = len(re.findall(r"<rect[^>]* height=[\d.]+ fill=", applications))
+    assert bars == len(policies) * 6 + len(policies), "applications, and the legend"
+    for one in found:
+        assert all(f">{one['policy']}</text>" in plot for plot in (first_tokens, applications))
+        cells = (one["policy"], f"{one['ttft_attainment']:.3f}", str(one["requests"]))
+        assert all(f"<td>{cell}</td>" in page for cell in cells)
+
+
+def test_a_report_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["simulate", "paraserve-testbed-1", "--compare", "single", "--duration-s", "5"]
+    assert run([*command, "--json", "--report", str(tmp_path / "no" / "report.html")]) == 1
+    assert "the report cannot be written" in lines(capsys)[-1]["error"]["message"]

@@ -25,7 +25,7 @@ from pilotlight.policy.testing import model as a_model
 from pilotlight.scheduler import election
 from pilotlight.scheduler.app import build
 from pilotlight.scheduler.settings import SchedulerSettings
-from pilotlight.scheduler.testing import Rig
+from pilotlight.scheduler.testing import LINK, Fleet, Rig
 
 
 @pytest.fixture
@@ -57,7 +57,14 @@ async def owner(
 
 
 @pytest.fixture
+def own_settings() -> dict[str, Any]:
+    """What a test sets of the scheduler, by ``parametrize``."""
+    return {}
+
+
+@pytest.fixture
 async def new_scheduler(
+    own_settings: dict[str, Any],
     reconnecting: Any,
     bus_settings: BusSettings,
     make_context: MakeContext,
@@ -75,6 +82,7 @@ async def new_scheduler(
             prefix=bus_settings.prefix,
             database_url=database_settings("scheduler").database_url,
             decision_log_dir=tmp_path / "decisions",
+            **own_settings,
         )
         application = await build(
             make_context("scheduler", settings, clock=clock, bus=reconnecting)
@@ -115,3 +123,11 @@ async def rig(
     await asyncio.wait({watching})
     for subscription in subscriptions:
         await subscription.end()
+
+
+@pytest.fixture
+async def fleet(rig: Rig) -> AsyncGenerator[Fleet]:
+    fleet = Fleet(rig, {"n0": LINK, "n1": LINK, "n2": LINK, "n3": LINK})
+    subscription = await rig.bus.subscribe("v1.worker.*.hold", WorkerHold, fleet.on_hold)
+    yield fleet
+    await subscription.end()

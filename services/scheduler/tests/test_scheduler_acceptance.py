@@ -2,111 +2,25 @@
 be, a node that lies, a clock that jumps.
 """
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
+from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
-from pilotlight.common.messages.demand import DemandVector, demand_subject
-from pilotlight.common.messages.hold import WorkerHold
-from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
-from pilotlight.common.messages.reports import (
-    LoaderReport,
-    WorkerReport,
-    loader_report_subject,
-    worker_report_subject,
-)
+from pilotlight.common.service import Application
 from pilotlight.common.testing import until
-from pilotlight.policy.cluster import HeldStage, HeldState
-from pilotlight.policy.ids import NodeId, RequestId, WorkerId
-from pilotlight.policy.instance import SERVING
+from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.model import Model, Slo
-from pilotlight.policy.phase import Phase, PhaseName
-from pilotlight.policy.plan import Instance, InstanceState
-from pilotlight.policy.request import Demand
+from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.testing import model as a_model
-from pilotlight.policy.testing import node, worker
-from pilotlight.scheduler.testing import DEADLINE_S, GATEWAY, Rig
+from pilotlight.scheduler.testing import LINK, Fleet, Rig, first_token
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 S = InstanceState
-LINK = 10.0
-"""Bytes a second: a model of 60 bytes takes 6 s over it."""
-IDLE_S = 1.0
-"""What workers say of stages while nothing waits."""
-
-
-@dataclass
-class Fleet:
-    """Nodes with a worker each, which hold what they are told to hold."""
-
-    rig: Rig
-    links: Mapping[str, float]
-    """What each node says of its link, in bytes a second."""
-    told: dict[WorkerId, WorkerHold] = field(default_factory=dict[WorkerId, WorkerHold])
-    state: HeldState = HeldState.LOADING
-
-    async def on_hold(self, hold: WorkerHold) -> None:
-        """A worker's command."""
-        self.told[hold.worker_id] = hold
-
-    async def later(self, seconds: float = 0.1, **waiting: int) -> None:
-        """Let time pass; workers obey and report, the gateway says what waits."""
-        self.rig.clock.advance(seconds)
-        for at, (name, link) in enumerate(self.links.items()):
-            worker_id = WorkerId(f"w{at}")
-            told = self.told.get(worker_id)
-            stages = tuple(
-                HeldStage(
-                    instance_id=one.instance_id,
-                    generation=one.generation,
-                    model=one.model.name,
-                    digest=one.model.digest,
-                    stage=one.stage,
-                    state=self.state,
-                    device_bytes=one.device_bytes,
-                    idle_s=0.0 if waiting else IDLE_S,
-                )
-                for one in (told.holds if told is not None else ())
-                if not one.draining
-            )
-            epoch = told.epoch if told is not None else self.rig.epoch
-            facts = replace(worker(at, held_stages=stages), node_id=NodeId(name))
-            report = WorkerReport(facts=facts, incarnation="a", epoch_seen=epoch)
-            await self.rig.bus.publish(worker_report_subject(worker_id), report)
-            here = replace(node(), node_id=NodeId(name), host=name, nic_bytes_per_s=link)
-            loader = LoaderReport(facts=here, incarnation="l", epoch_seen=epoch)
-            await self.rig.bus.publish(loader_report_subject(NodeId(name)), loader)
-        demands = tuple(
-            Demand(model=name, waiting=many, oldest_age_s=0.1, deadline_in_s=60.0)
-            for name, many in waiting.items()
-        )
-        vector = DemandVector(gateway_id=GATEWAY, demands=demands)
-        await self.rig.bus.publish(demand_subject(GATEWAY), vector)
-
-    async def go_on(self, condition: Any, seconds: float = 0.1, **waiting: int) -> None:
-        """Let time pass, with requests that wait, until a condition holds."""
-        await self.rig.passing(lambda: self.later(seconds, **waiting), condition)
-
-    def under_way(self, *models: str) -> list[Instance]:
-        """Instances that start or serve."""
-        found = self.rig.instances(S.FETCHING, S.LOADING, *SERVING)
-        return [one for one in found if not models or one.model in models]
-
-    def places(self) -> list[str]:
-        """Nodes of the instances that start or serve."""
-        return sorted(one.placements[0].node_id for one in self.under_way())
-
-
-@pytest.fixture
-async def fleet(rig: Rig) -> AsyncGenerator[Fleet]:
-    fleet = Fleet(rig, {"n0": LINK, "n1": LINK, "n2": LINK, "n3": LINK})
-    subscription = await rig.bus.subscribe("v1.worker.*.hold", WorkerHold, fleet.on_hold)
-    yield fleet
-    await subscription.end()
 
 
 def hurried(name: str, ttft_s: float = 8.0, **bounds: float) -> Model:
@@ -117,27 +31,6 @@ def hurried(name: str, ttft_s: float = 8.0, **bounds: float) -> Model:
 async def decisions(rig: Rig, name: str) -> list[Any]:
     rows = select(tables.decisions).where(tables.decisions.c.model == name)
     return await rig.rows(rows.order_by(tables.decisions.c.at))
-
-
-async def first_token(rig: Rig, instance: Instance, fetch_s: float) -> None:
-    """Its fetch and its first token are reported."""
-    now_s = rig.clock.monotonic_s()
-    offset_s = rig.clock.wall().timestamp() - now_s
-    fetch = Phase(
-        name=PhaseName.FETCH,
-        start_s=now_s,
-        end_s=now_s + fetch_s,
-        wall_offset_s=offset_s,
-        process="loader",
-    )
-    first = FirstToken(
-        request_id=RequestId("r"),
-        at_s=now_s + fetch_s,
-        wall_offset_s=offset_s,
-        arrived_s=now_s,
-    )
-    report = PhaseReport(instance_id=instance.instance_id, phases=(fetch,), first_token=first)
-    await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=DEADLINE_S)
 
 
 async def test_starts_that_would_make_each_other_late_go_apart(rig: Rig, fleet: Fleet) -> None:
@@ -163,6 +56,31 @@ async def test_with_one_node_the_second_waits_and_the_first_keeps_its_slo(
     await until(lambda: decisions(rig, "b"))
     refused = (await decisions(rig, "b"))[0]
     assert "what runs there would be late" in " ".join(refused.reasons)
+    fleet.state = HeldState.READY
+    await fleet.go_on(lambda: fleet.under_way("b"), b=1)
+
+
+async def test_the_next_leader_refuses_what_would_make_a_running_fetch_late(
+    rig: Rig, fleet: Fleet, new_scheduler: Callable[[ManualClock], Awaitable[Application]]
+) -> None:
+    """It has the books of the leader before it, from the placements that were written down."""
+    fleet.links = {"n0": LINK}
+    await rig.register(hurried("a"), hurried("b"))
+    await fleet.go_on(lambda: fleet.under_way("a"), a=1)
+    await new_scheduler(rig.clock)
+    epoch = rig.epoch
+    for component in reversed(rig.application.components):
+        await component.stop()
+    await fleet.go_on(lambda: rig.epoch > epoch, 0.02, a=1)
+
+    async def decided() -> list[Any]:
+        return await decisions(rig, "b")
+
+    await fleet.go_on(decided, 0.02, a=1, b=1)
+    refused = (await decided())[0]
+    assert "what runs there would be late" in " ".join(refused.reasons)
+    assert refused.epoch == rig.epoch
+    assert not fleet.under_way("b")
     fleet.state = HeldState.READY
     await fleet.go_on(lambda: fleet.under_way("b"), b=1)
 
@@ -216,10 +134,13 @@ async def test_a_slo_that_nothing_can_meet_gets_one_start_the_best_there_is(
     assert not decision.outcome["meets_slo"]
 
 
+@pytest.mark.parametrize("names", [("n0", "n1"), ("n1", "n0")], ids=["second", "first"])
 async def test_a_node_that_lies_about_its_link_is_left_after_one_start(
-    rig: Rig, fleet: Fleet
+    rig: Rig, fleet: Fleet, names: tuple[str, str]
 ) -> None:
-    fleet.links = {"n0": LINK, "n1": 4 * LINK}
+    """Also where its worker comes before those that promise no more than it gave."""
+    speeds = {"n0": LINK, "n1": 4 * LINK}
+    fleet.links = {name: speeds[name] for name in names}
     await rig.register(a_model("a"), a_model("b"))
     await fleet.go_on(lambda: fleet.under_way("a"), a=1)
     assert fleet.places() == ["n1"]

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from pilotlight.common.clock import ManualClock, wall_offset_s
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
@@ -51,13 +52,13 @@ class Starts:
         metrics = SchedulerMetrics(CollectorRegistry())
         self.records = ColdStarts(repository, self.book, self.clock, "scheduler", metrics)
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, node_id: str = "n0") -> None:
         """All of a model is to be fetched."""
         of, now_s = model(name), self.clock.monotonic_s()
         one = instance(name, name, worker_id=WorkerId("w0"))
         place = replace(
             one.placements[0],
-            node_id=NodeId("n0"),
+            node_id=NodeId(node_id),
             source=SOURCE,
             fetch_bytes=of.spec.total_bytes,
         )
@@ -139,3 +140,20 @@ async def test_one_after_the_other_is_not_together() -> None:
         await starts.end(name, 6.0)
     other = LinkSpeed(kind=OriginKind.SOURCE, name=SOURCE, bytes_per_s=99.0)
     assert await starts.rate(other) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("order", ["slow first", "fast first"])
+async def test_a_node_that_gives_less_than_others_is_told_of_once(order: str) -> None:
+    """Also where others had not fetched yet when it did, and it never fetches again."""
+    starts, took_s = Starts(), {"n0": 60.0, "n1": 6.0}
+    names = ("n0", "n1", "n1") if order == "slow first" else ("n1", "n1", "n0", "n0")
+    with capture_logs() as logs:
+        for at, name in enumerate(names):
+            starts.begin(f"m{at}", name)
+            starts.clock.advance(took_s[name])
+            await starts.end(f"m{at}", took_s[name])
+            await starts.rate()
+    told = [one for one in logs if one.get("action") == "node_slow"]
+    assert [(one["node_id"], one["source"], one["bytes_per_s"]) for one in told] == [
+        ("n0", SOURCE, pytest.approx(1.0))
+    ]

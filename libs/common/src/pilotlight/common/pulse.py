@@ -8,9 +8,12 @@ dead.
 import asyncio
 
 import nats.errors
+import structlog
 from nats.aio.client import Client
 
 from pilotlight.common.waiting import cancel_all, every
+
+log = structlog.get_logger()
 
 ASK_S = 0.25
 """Between an answer and the next question."""
@@ -86,6 +89,14 @@ class Pulse:
     def _asked(self, asking: asyncio.Task[float]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled() and asking.exception() is None:
+            silent_s = asyncio.get_running_loop().time() - self._answered_s
+            if silent_s > SILENT_S:
+                # One that stays silent is told of as a connection that was lost.
+                log.warning(
+                    "NATS answers again, after a silence",
+                    action="bus_silent",
+                    seconds=round(silent_s, 3),
+                )
             self.answered()
 
     async def _ask_for_ever(self) -> None:

@@ -5,6 +5,7 @@ token, learns from it.
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
@@ -300,8 +301,7 @@ class ColdStarts:
         await self._write(timings, list(news.values()))
         # Decisions may still look at the mappings as they were.
         self.estimates = with_estimates(self.estimates, news.values())
-        for entry in learned_of:
-            self._tell_of_slow(timings, entry)
+        self._tell_of_slow(timings, {one.source for one in stages})
         self.timings = timings
         self._learned.update(
             one.node_id for entry in learned_of for one in entry.instance.placements
@@ -329,17 +329,19 @@ class ColdStarts:
         await self._repository.save_learned(estimates, changed_rows(self._written[1], timings))
         self._written = (self._clock.monotonic_s(), timings)
 
-    def _tell_of_slow(self, timings: Timings, entry: Record) -> None:
-        """Say once that a node's link gives less than that of others."""
-        for one in entry.instance.placements:
-            slow = timings.lags(one.node_id, one.source)
-            if slow and not self.timings.lags(one.node_id, one.source):
+    def _tell_of_slow(self, timings: Timings, sources: AbstractSet[str]) -> None:
+        """Say once that a node's link gives less than that of others. It may be seen only when
+        others fetch: a node that promised the most gets the first start, and then no more.
+        """
+        for (node_id, source), rate in timings.rates.items():
+            slow = source in sources and timings.lags(node_id, source)
+            if slow and not self.timings.lags(node_id, source):
                 log.warning(
                     "a node fetches at less than half of the rate of others",
                     action="node_slow",
-                    node_id=one.node_id,
-                    source=one.source,
-                    bytes_per_s=timings.rates[one.node_id, one.source].value,
+                    node_id=node_id,
+                    source=source,
+                    bytes_per_s=rate.value,
                 )
 
     def _log(self, record: ColdStart) -> None:

@@ -5,7 +5,7 @@ Time is set by hand: nothing grows old, and no lease of a worker ends, unless a 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from pilotlight.common.errors import DeadlineExceeded, PilotlightError
 from pilotlight.common.messages.demand import DemandVector, demand_subject
 from pilotlight.common.messages.events import Event
 from pilotlight.common.messages.hold import NodeHold, WorkerHold
+from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.messages.reports import (
     LoaderReport,
     WorkerReport,
@@ -31,12 +32,14 @@ from pilotlight.common.messages.reports import (
 from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
-from pilotlight.policy.cluster import HeldStage, HeldState, NodeFacts
-from pilotlight.policy.ids import Epoch, GatewayId, GrantId, InstanceId
+from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
+from pilotlight.policy.ids import Epoch, GatewayId, GrantId, InstanceId, NodeId, RequestId, WorkerId
+from pilotlight.policy.instance import SERVING
 from pilotlight.policy.model import Model
-from pilotlight.policy.phase import Moment
+from pilotlight.policy.phase import Moment, Phase, PhaseName
 from pilotlight.policy.plan import Instance, InstanceState
-from pilotlight.policy.testing import demand, node, worker
+from pilotlight.policy.request import Demand
+from pilotlight.policy.testing import copy, demand, node, worker
 
 GATEWAY = GatewayId("gw-1")
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -44,6 +47,10 @@ DEADLINE_S = 20.0
 """Far beyond what anything here takes."""
 TURN_S = 0.3
 """Longer than the scheduler lets pass between two turns."""
+LINK = 10.0
+"""Of a fleet's node, bytes a second: a model of 60 bytes takes 6 s over it."""
+IDLE_S = 1.0
+"""What a fleet's workers say of stages while nothing waits."""
 
 
 @dataclass
@@ -66,6 +73,12 @@ class Rig:
     released: list[GrantId] = field(default_factory=list[GrantId])
     events: list[Event] = field(default_factory=list[Event])
     refusal: PilotlightError | None = None
+    full: Mapping[WorkerId, PilotlightError] = field(
+        default_factory=dict[WorkerId, PilotlightError]
+    )
+    """Workers on which the cache refuses room, and how."""
+    answers_from: int = 0
+    """The cache answers nobody until it was asked so often."""
     incarnation: str = "a"
     epoch: Epoch = field(default=Epoch(0))
     held: dict[InstanceId, HeldStage] = field(default_factory=dict[InstanceId, HeldStage])
@@ -112,13 +125,16 @@ class Rig:
         await self._note()
 
     async def on_reserve(self, ask: Reserve) -> Reserved:
-        """The cache grants what is asked for, or raises ``refusal``."""
+        """The cache grants what is asked for, or refuses it."""
         self.reserved.append(ask)
+        grant_id = GrantId(f"grant-{len(self.reserved)}")
         await self._note()
-        if self.refusal is not None:
-            raise self.refusal
+        await self.until(lambda: len(self.reserved) >= self.answers_from)
+        refusal = self.full.get(ask.worker_id, self.refusal)
+        if refusal is not None:
+            raise refusal
         return Reserved(
-            grant_id=GrantId(f"grant-{len(self.reserved)}"),
+            grant_id=grant_id,
             evicted_instances=(InstanceId("evicted"),),
         )
 
@@ -260,3 +276,96 @@ class Rig:
                 )
         event = Event(event_id=f"e{len(self.events)}", kind="model_registered", entity="m", at="")
         await self.bus.publish("v1.event.gateway.model_registered", event)
+
+
+@dataclass
+class Fleet:
+    """Nodes with a worker each, which hold what they are told to hold."""
+
+    rig: Rig
+    links: Mapping[str, float]
+    """What each node says of its link, in bytes a second."""
+    copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Models that are whole in host pools, by node."""
+    told: dict[WorkerId, WorkerHold] = field(default_factory=dict[WorkerId, WorkerHold])
+    state: HeldState = HeldState.LOADING
+
+    async def on_hold(self, hold: WorkerHold) -> None:
+        """A worker's command."""
+        self.told[hold.worker_id] = hold
+
+    async def later(self, seconds: float = 0.1, **waiting: int) -> None:
+        """Let time pass; workers obey and report, the gateway says what waits."""
+        self.rig.clock.advance(seconds)
+        for at, (name, link) in enumerate(self.links.items()):
+            worker_id = WorkerId(f"w{at}")
+            told = self.told.get(worker_id)
+            stages = tuple(
+                HeldStage(
+                    instance_id=one.instance_id,
+                    generation=one.generation,
+                    model=one.model.name,
+                    digest=one.model.digest,
+                    stage=one.stage,
+                    state=self.state,
+                    device_bytes=one.device_bytes,
+                    idle_s=0.0 if waiting else IDLE_S,
+                )
+                for one in (told.holds if told is not None else ())
+                if not one.draining
+            )
+            epoch = told.epoch if told is not None else self.rig.epoch
+            facts = replace(worker(at, held_stages=stages), node_id=NodeId(name))
+            report = WorkerReport(facts=facts, incarnation="a", epoch_seen=epoch)
+            await self.rig.bus.publish(worker_report_subject(worker_id), report)
+            copies = (self.copy_on(name),) if name in self.copies else ()
+            here = replace(
+                node(copies=copies), node_id=NodeId(name), host=name, nic_bytes_per_s=link
+            )
+            loader = LoaderReport(facts=here, incarnation="l", epoch_seen=epoch)
+            await self.rig.bus.publish(loader_report_subject(NodeId(name)), loader)
+        demands = tuple(
+            Demand(model=name, waiting=many, oldest_age_s=0.1, deadline_in_s=60.0)
+            for name, many in waiting.items()
+        )
+        vector = DemandVector(gateway_id=GATEWAY, demands=demands)
+        await self.rig.bus.publish(demand_subject(GATEWAY), vector)
+
+    def copy_on(self, node: str) -> Copy:
+        """All parts of the model that a node has."""
+        parts = tuple(range(6))
+        return replace(copy(self.copies[node]), node_id=NodeId(node), parts=parts)
+
+    async def go_on(self, condition: Any, seconds: float = 0.1, **waiting: int) -> None:
+        """Let time pass, with requests that wait, until a condition holds."""
+        await self.rig.passing(lambda: self.later(seconds, **waiting), condition)
+
+    def under_way(self, *models: str) -> list[Instance]:
+        """Instances that start or serve."""
+        found = self.rig.instances(InstanceState.FETCHING, InstanceState.LOADING, *SERVING)
+        return [one for one in found if not models or one.model in models]
+
+    def places(self) -> list[str]:
+        """Nodes of the instances that start or serve."""
+        return sorted(one.placements[0].node_id for one in self.under_way())
+
+
+async def first_token(rig: Rig, instance: Instance, fetch_s: float) -> None:
+    """Its fetch and its first token are reported."""
+    now_s = rig.clock.monotonic_s()
+    offset_s = rig.clock.wall().timestamp() - now_s
+    fetch = Phase(
+        name=PhaseName.FETCH,
+        start_s=now_s,
+        end_s=now_s + fetch_s,
+        wall_offset_s=offset_s,
+        process="loader",
+    )
+    first = FirstToken(
+        request_id=RequestId("r"),
+        at_s=now_s + fetch_s,
+        wall_offset_s=offset_s,
+        arrived_s=now_s,
+    )
+    report = PhaseReport(instance_id=instance.instance_id, phases=(fetch,), first_token=first)
+    await rig.bus.request(PHASES_SUBJECT, report, PhasesKept, deadline_s=DEADLINE_S)

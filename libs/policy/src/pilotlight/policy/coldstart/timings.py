@@ -35,6 +35,10 @@ from pilotlight.policy.model import Model, Stage
 ANY = NodeId("")
 """In the place of a node: over all of them."""
 ANY_SOURCE = ""
+UNTRIED = 1.001
+"""What a node is expected to get of a source against what others got: of two that promise the same,
+the one that has not fetched yet is taken. Else one whose own link is slow would be, again and again.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,17 +241,17 @@ class Timings:
         """b: what a node gets of a source when it fetches alone.
 
         1. what it got of this source
-        2. what other nodes got of it, no more than the node's link
+        2. what other nodes got of it and a little more, no more than the node's link
         3. what the node got of other sources, no more than its link; its link
         """
         exact = self.rates.get((node_id, source))
         if exact is not None:  # 1
             return exact.value
-        source_end, node_end = (
-            self.rates.get((ANY, source)),
-            self.rates.get((node_id, ANY_SOURCE)),
-        )
-        return min(link_bytes_per_s, _first(source_end, node_end, link_bytes_per_s))  # 2, 3
+        source_end = self.rates.get((ANY, source))
+        if source_end is not None:  # 2
+            return min(link_bytes_per_s, UNTRIED * source_end.value)
+        node_end = self.rates.get((node_id, ANY_SOURCE))  # 3
+        return min(link_bytes_per_s, _first(node_end, None, link_bytes_per_s))
 
     def slowness(self, node_id: NodeId, link_bytes_per_s: float) -> int:
         """How far below its link a node's fetches stayed, as a power of two; 0 where none did."""
