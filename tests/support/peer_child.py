@@ -34,7 +34,7 @@ from pilotlight.engine.engine import Engine
 from pilotlight.engine.errors import PeerLost
 from pilotlight.engine.kv_sharing import KvAsked, answer, ask
 from pilotlight.engine.models.registry import decoder_of
-from pilotlight.engine.pipeline import frames
+from pilotlight.engine.pipeline import borrowing, frames
 from pilotlight.engine.pipeline.frames import KvCopied, header_of, pack, tensor_of, unpack
 from pilotlight.engine.pipeline.joining import NextStage, join
 from pilotlight.policy.ids import InstanceId, RequestId
@@ -71,6 +71,7 @@ class Child:
         # A granule has room for thousands of the small models' tokens.
         self.arena.whole_granules = False
         device_path.LEAST_BYTES = 1
+        borrowing.PATIENCE_S = DEADLINE_S  # Kernels may be compiled meanwhile.
         self.devices = Devices(PeerMemory(self.arena.native, self.device), self.ways.append)
         self.me = HERE if options["first"] else THERE
         self.other = THERE if options["first"] else HERE

@@ -17,6 +17,7 @@ from pipelines import INSTANCE, cuts
 from pilotlight.engine.channel import mailbox
 from pilotlight.engine.core.extents import Extent
 from pilotlight.engine.cuda.lending import CudaLending
+from pilotlight.engine.errors import EngineFailed
 from pilotlight.engine.pipeline import borrowing, frames, growth, lead, lending, meeting
 from pilotlight.engine.pipeline.frames import PartLent
 from pilotlight.policy.model import Stage
@@ -213,6 +214,16 @@ def test_another_models_parts_of_the_same_form_are_refused(lenders, checkpoint):
     growing.run(lambda: not pipeline.lead.engine.channels)
     assert set(growing.ways.values()) == {"what came is of another model"}
     holds(pipeline_lead(lenders), model, growing.placed)
+
+
+def test_what_cannot_be_looked_at_is_not_taken(lenders, checkpoint, prompts, monkeypatch):
+    def refuse(self, tensors, num_bytes):
+        raise EngineFailed("not now")
+
+    monkeypatch.setattr(CudaLending, "peek", refuse)
+    model = checkpoint("llama", 1)
+    growing = grown(model, lenders.pipeline([model] * 2, cuts(4, 2)), prompts)
+    assert set(growing.ways.values()) == {"not now"}
 
 
 @pytest.mark.parametrize(
