@@ -33,8 +33,9 @@ HOSTILE = [
     b'{"model": 7}',
     b'{"model": "fox", "messages": 3, "input": 3, "prompt": 3, "tokens": 3}',
     b'{"model": "fox", "messages": [[]], "input": [[]], "prompt": [], "tokens": ["x"]}',
-    b'{"model": "fox", "messages": [{"role": "nobody"}], "input": [{"role": "nobody"}]}',
-    f'{{"model": "fox", "messages": {DEEP}, "input": {DEEP}, "tokens": {DEEP}}}'.encode(),
+    # Ollama's clients load a model by a body without a prompt.
+    b'{"model": "fox", "messages": [{"role": "nobody"}], "input": [{"role": "nobody"}], "prompt": {}}',
+    f'{{"model": "fox", "messages": {DEEP}, "input": {DEEP}, "tokens": {DEEP}, "prompt": {DEEP}}}'.encode(),
     f'{{"model": {DEEP}}}'.encode(),
 ]
 WRONG = [None, 7, -1, 1e300, 10**30, "x", "", [], [None], {}, {"type": "x"}, True, "x" * 100_000]
