@@ -5,8 +5,8 @@ A system on this machine, as ``groups`` starts it, whose group keeps its stages
 time of each stage's engine is taken, which has one thread: its share of the time that passes is how
 much of it the stage computes. Beside it one worker with the whole model.
 
-The last line is ``RESULT`` and JSON: for each number of stages and of requests, that share by stage,
-and tokens a second of all requests. The engines need a core each.
+The last line is ``RESULT`` and JSON: for each number of stages and of requests, that share by
+stage, and tokens a second of all requests. The engines need a core each.
 """
 
 import argparse
