@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-gpu bench-materialize fuzz-bodies
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -124,6 +124,10 @@ bench-groups-gpu:  ## starts from host memory that two GPUs of this machine shar
 bench-groups-tokens:  ## tokens over time of one long request that a group answers, with and without scaling down, as JSON: ARGS='--stages 2'
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/groups_tokens.py $(ARGS)
+
+bench-groups-busy:  ## how much of the time each stage of a group computes, by requests at once, beside one worker, as JSON: ARGS='--stages 1 2 --requests 1 2 8'
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/groups_busy.py $(ARGS)
 
 bench-cache:  ## what waits for loads under each eviction policy, beside bounds, as JSON: PARTS=, POLICIES=, SEEDS=, JOBS=processes
 	@tools/bootstrap.sh dev

@@ -1,5 +1,5 @@
-"""A start of two stages that is cancelled when its client leaves, and the start behind it, in a whole
-system of two nodes.
+"""A start of two stages that is cancelled when its client leaves, and the start behind it, in a
+whole system of two nodes.
 """
 
 import asyncio

@@ -52,11 +52,14 @@ class MemoryPipeline:
         return {name: output.token_ids for name, output in outputs.items()}
 
 
-def connect(drivers, chance: random.Random, instance: InstanceId = INSTANCE) -> MemoryPipeline:
+def connect(
+    drivers, chance: random.Random, instance: InstanceId = INSTANCE, *, vouched: bool = True
+) -> MemoryPipeline:
     """Joins stages that are loaded, in a ring."""
     channels = [memory_channel(monotonic) for _ in drivers]
     for index, driver in enumerate(drivers):
-        driver.engine.connect(instance, channels[index - 1][1], channels[index][0])
+        ends = channels[index - 1][1], channels[index][0]
+        driver.engine.connect(instance, *ends, vouched=vouched)
     pipeline = MemoryPipeline(drivers, chance)
     pipeline.run_until(lambda: bool(pipeline.lost) or pipeline.lead.engine.serves(instance))
     return pipeline

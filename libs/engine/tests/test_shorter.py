@@ -9,7 +9,7 @@ from time import monotonic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import INSTANCE, MemoryPipeline, cuts, staged
+from pipelines import INSTANCE, MemoryPipeline, connect, cuts, staged
 
 from pilotlight.engine.channel.memory import memory_channel
 from pilotlight.engine.core.limits import BatchLimits
@@ -19,7 +19,7 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline import growth, lead
 from pilotlight.engine.pipeline.growth import GrowthState
 from pilotlight.policy.ids import RequestId
-from pilotlight.policy.model import Stage
+from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.request import FinishReason
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.4}
@@ -184,8 +184,8 @@ def test_a_pipeline_becomes_shorter_while_it_generates(
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1 << 20))
 def test_tokens_are_the_same_at_every_instant_of_switching(data, seed, checkpoint, driver, prompts):
-    """Requests come, go, share prefixes and are preempted meanwhile."""
-    model, chance = checkpoint("llama", 2), random.Random(seed)
+    """In float32. Requests come, go, share prefixes and are preempted meanwhile."""
+    model, chance = checkpoint("llama", 2, Dtype.FLOAT32), random.Random(seed)
     settings_of = {
         str(index): {"seed": index % 3, **SAMPLED, "max_tokens": 24 + index} for index in range(8)
     }
@@ -300,6 +300,22 @@ def test_a_lead_that_waits_for_others_can_be_called_off(checkpoint, driver, prom
     shortening.connect()
     shortening.run_until(lambda: shortening.over)
     assert shortening.shorter().finish()["a"] == model.greedy(prompts[2], 150)
+
+
+def test_a_pipeline_that_nothing_has_run_through_becomes_shorter(checkpoint, driver, prompts):
+    """Its stages were joined while they loaded, and their only client has left."""
+    model = checkpoint("llama", 1)
+    drivers = [driver() for _ in range(4)]
+    for runs, stage in zip(drivers, cuts(4, 4), strict=True):
+        runs.load(model, INSTANCE, stage=stage)
+    pipeline = connect(drivers, random.Random(0), vouched=False)
+    for runs in drivers:
+        runs.engine.vouch(INSTANCE)
+    shortening = Shortening(pipeline, model, {0: Stage(0, 2), 2: Stage(2, 4)})
+    shortening.run()
+    shorter = shortening.shorter()
+    shorter.lead.add("a", prompts[2], max_tokens=20)
+    assert shorter.finish()["a"] == model.greedy(prompts[2], 20)
 
 
 @pytest.mark.parametrize("closed", [0, 1])

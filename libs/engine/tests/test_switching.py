@@ -34,7 +34,7 @@ MOST_STEPS = 25
 
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting():
-    """All stages take turns in one thread; a copy takes many answers, and each layer is asked for."""
+    """All stages take turns in one thread; a copy takes many answers, each of one layer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lead, "LOOK_OUT_S", 0.0)
         patch.setattr(growth, "COPY_BYTES", 3 * 2 * 16 * 2 * 12 * 4)

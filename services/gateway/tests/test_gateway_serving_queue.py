@@ -136,6 +136,33 @@ async def test_nobody_overtakes_the_line():
     assert second.assigned is None
 
 
+async def test_an_instance_that_was_avoided_is_tried_again_also_when_a_timer_comes_early(
+    monkeypatch,
+):
+    """uvloop's may, by a millisecond; nothing else may ever pump."""
+    slots, timers = Slots(), []
+    monkeypatch.setattr(
+        queue_module.asyncio,
+        "get_running_loop",
+        lambda: SimpleNamespace(call_later=lambda *timer: timers.append(timer)),
+    )
+    queue, clock = held(slots)
+    place = queue.enter(ticket(clock, 10))
+    queue.pump_later(FOX, 0.5)
+    (after_s, early, *arguments) = timers.pop()
+    assert after_s == pytest.approx(0.5)
+    slots.free = 1
+    clock.advance(0.4995)
+    early(*arguments)
+    assert place.assigned is None, "it is avoided until then"
+    (after_s, in_time, *arguments) = timers.pop()
+    assert after_s == pytest.approx(0.0005)
+    clock.advance(after_s)
+    in_time(*arguments)
+    assert place.assigned is not None
+    assert not timers
+
+
 async def test_bounds():
     queue, clock = held(total_requests=3, model_requests=2)
     queue.enter(ticket(clock, 10))

@@ -172,7 +172,8 @@ class GroupSystem(ChaosSystem):
         """What is not as it should be when nothing is under way; None: nothing.
 
         Each instance of a model is one worker's, or as few workers' as can hold it; there are no
-        more than it may have, and their workers alone hold it. What grew out of a group has no room granted to it: it has it.
+        more than it may have, and their workers alone hold it. What grew out of a group has no room
+        granted to it: it has it.
         """
         try:
             workers, instances = await self.view("workers"), await self.instances(model)
@@ -202,8 +203,8 @@ class GroupSystem(ChaosSystem):
         return None
 
     async def evict_stage(self, model: str, worker_id: str) -> None:
-        """Have a worker give its stage of a model up, as the cache does that needs the room: when it
-        is ready and has no requests of its own. The stage is waited for; one that has come and
+        """Have a worker give its stage of a model up, as the cache does that needs the room: when
+        it is ready and has no requests of its own. The stage is waited for; one that has come and
         gone by itself is not.
         """
         (gateway, *_) = self.processes.of(Target.GATEWAY)

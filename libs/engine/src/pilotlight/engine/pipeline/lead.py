@@ -99,8 +99,9 @@ class PipelineLead:
     def has_work(self) -> bool:
         # Both are looked at in any case: what a socket did not take leaves then.
         heard = [channel.readable for channel in self.channels]
+        forms = self._shorter is not None and self._shorter.due
         if self.waits or not self._resident.complete:
-            return any(heard) or (self._depth > len(self._under_way) and self._next.can_go)
+            return forms or any(heard) or (self._depth > len(self._under_way) and self._next.can_go)
         return (
             not self._depth
             or bool(self._open)
@@ -108,7 +109,7 @@ class PipelineLead:
             or self._borrowed.due
             or self._resident.scheduler.has_work
             or any(heard)
-            or (self._shorter is not None and self._shorter.due)
+            or forms
         )
 
     @property

@@ -254,8 +254,17 @@ class PendingQueue:
             self.on_change()
 
     def pump_later(self, model: ModelName, after_s: float) -> None:
-        """Pump when an instance that is avoided may be tried again."""
-        asyncio.get_running_loop().call_later(after_s, self.pump, model)
+        """Pump when an instance that is avoided may be tried again: not before, for nothing may
+        pump after that. The loop's timers come early (uvloop's count from when its round began).
+        """
+        self._pump_at(model, self._clock.monotonic_s() + after_s)
+
+    def _pump_at(self, model: ModelName, due_s: float) -> None:
+        left_s = due_s - self._clock.monotonic_s()
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._pump_at, model, due_s)
+        else:
+            self.pump(model)
 
     def ahead(self, place: Place) -> int:
         """Requests for the same model whose turn is before its own; none for one that has just got
