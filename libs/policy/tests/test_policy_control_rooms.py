@@ -188,6 +188,17 @@ def test_in_a_large_cluster_the_roomiest_workers_explain_a_refusal() -> None:
         )
 
 
+@given(SEEDS)
+@settings(max_examples=40, deadline=None)
+def test_room_that_is_known_is_what_a_look_at_the_worker_finds(seed: int) -> None:
+    cluster = crowded(seed)
+    draft = heard(cluster)
+    for rules in (RULES.scheme.placement, RULES.turns.placement):
+        known = draft.known_room(rules)
+        found = {one: known(one) for one in cluster.workers}
+        assert found == {one: draft.room_on(one, rules) for one in cluster.workers}
+
+
 UPDATES = st.lists(
     st.dictionaries(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 5), max_size=4),
     max_size=8,
@@ -205,6 +216,8 @@ def test_a_table_is_a_dict_and_never_written_to(updates: list[dict[str, int | No
             key: value for key, value in (plain | news).items() if update.get(key, 0) is not None
         }
         assert (dict(table), len(table), dict(before)) == (plain, len(plain), copied)
+        asked = frozenset("abcxyz")
+        assert table.among(asked) == table.among(sorted(asked)) == asked & plain.keys()
 
 
 @given(UPDATES)

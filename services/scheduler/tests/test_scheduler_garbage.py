@@ -17,7 +17,7 @@ def _dropped() -> weakref.ref[_Ring]:
     return weakref.ref(_Ring())
 
 
-def test_what_is_new_is_looked_at_once_a_second_and_old_things_later() -> None:
+def test_what_is_new_is_looked_at_often_and_old_things_rarely() -> None:
     assert gc.isenabled()
     old = _Ring()
     gc.collect()

@@ -145,12 +145,15 @@ def plan_scaling(
     waiting = {demand.model: demand for demand in snapshot.demand if demand.waiting > 0}
     growing = _growing(snapshot) if waiting else frozenset[InstanceId]()
     for model in snapshot.models:
-        demand = waiting.get(model.name)
+        demand, ours = waiting.get(model.name), active.get(model.name)
+        if not ours and demand is None and not model.scaling.min_instances:
+            continue  # Most of ten thousand.
         since_s = surplus_since_s.get(model.name, snapshot.now_s)
-        left = _shrink(model, active[model.name], demand, snapshot.now_s, rules, draft)
-        if demand is None:
+        left = _shrink(model, ours, demand, snapshot.now_s, rules, draft) if ours else []
+        if left and demand is None:
             left = _less_surplus(model, left, since_s, snapshot.now_s, rules, draft)
-        failed_s = failed_starts_s(model, every.get(model.name, ()))
+        known = every.get(model.name)
+        failed_s = failed_starts_s(model, known) if known else ()
         _grow(model, left, demand, growing, failed_s, snapshot, rules, draft)
     return ScalePlan(
         starts=tuple(draft.starts),

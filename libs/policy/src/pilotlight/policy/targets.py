@@ -55,7 +55,12 @@ def plan_targets(
             active[one.model].append(one)
     waiting = {one.model: one.waiting for one in snapshot.demand}
     found: list[Retarget] = []
-    for model in snapshot.models:
+    grouped = {
+        name for name, ones in active.items() if any(len(one.placements) > 1 for one in ones)
+    }
+    for model in snapshot.models if grouped else ():
+        if model.name not in grouped:
+            continue
         ours = [one for one in active[model.name] if one.digest == model.digest]
         groups = sorted(
             (one for one in ours if len(one.placements) > 1), key=lambda one: one.instance_id

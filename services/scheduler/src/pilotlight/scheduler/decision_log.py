@@ -113,6 +113,7 @@ class DecisionLog:
 
     async def write(self) -> None:
         """Write what was noted since the last time."""
+        self.squeeze()  # A thread that computes takes the interpreter from the next tick.
         ticks = list(self._waiting)
         self._waiting.clear()
         if not ticks and not self._is_squeezed:

@@ -92,9 +92,8 @@ class SchedulerMetrics:
         tally = Tally(instance.state for instance in instances)
         for state in InstanceState:
             self._instances.labels(state=state.value).set(tally[state])
-        self._promised.set(
-            sum(one.targets - 1 for one in instances if one.state in SERVING | STARTING)
-        )
+        living = SERVING | STARTING
+        self._promised.set(sum(one.targets - 1 for one in instances if one.state in living))
 
     def waited(self, longest_s: float) -> None:
         """How long the oldest request has waited for a model that is served nowhere."""

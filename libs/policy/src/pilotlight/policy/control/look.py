@@ -200,7 +200,7 @@ def models_due(
             known[name], on[name], after_s, rules.scaling, surplus_since_s.get(name, math.inf)
         )
         - EARLY_S
-        if name in known
+        if name in known and name in on
         else math.inf
         for name in models
     }
