@@ -62,6 +62,10 @@ class Host:
     fetches: dict[tuple[InstanceId, Generation], Fetch] = field(
         default_factory=dict["tuple[InstanceId, Generation]", Fetch]
     )
+    order: Callable[[NodeFacts], Iterable[Digest]] | None = None
+    """What may go, the least worth first; None: what was brought the longest ago goes first."""
+    _used_s: dict[Digest, float] = field(default_factory=dict[Digest, float])
+    """When each copy was last wanted."""
     _models: dict[Digest, Model] = field(default_factory=dict[Digest, Model])
     _last: NodeFacts | None = None
     """What it said last, while it is dead."""
@@ -77,10 +81,12 @@ class Host:
         """Something reads a model's copy until ``let_go``."""
         self._models[model.digest] = model
         self._needed[model.digest] += 1
+        self._used_s[model.digest] = self.network.events.now_s
 
     def let_go(self, digest: Digest) -> None:
         """It does not any more."""
         self._needed[digest] -= 1
+        self._used_s[digest] = self.network.events.now_s
         if self._needed[digest] <= 0:
             del self._needed[digest]
             if not self.caches and self.copies.pop(digest, None) is not None:
@@ -116,13 +122,22 @@ class Host:
             self.copies.pop(digest, None)
 
     def _make_room(self) -> None:
-        """What was used the longest ago goes first; what is needed stays."""
+        """What is needed stays."""
         used = sum(map(self._size, self.copies))
-        for digest in [one for one in self.copies if not self._needed[one]]:
+        if used <= self.pool_bytes:
+            return
+        for digest in [one for one in self._in_order() if not self._needed[one]]:
             if used <= self.pool_bytes:
                 return
             used -= self._size(digest)
             del self.copies[digest]
+
+    def _in_order(self) -> Iterable[Digest]:
+        if self.order is None:
+            return self.copies
+        facts, now_s = self.facts(), self.network.events.now_s
+        copies = (replace(one, idle_s=now_s - self._used_s[one.digest]) for one in facts.copies)
+        return self.order(replace(facts, copies=tuple(copies)))
 
     def _size(self, digest: Digest) -> int:
         parts = self._models[digest].spec.part_bytes

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pilotlight.policy.coldstart.policies import StartPolicy
+from pilotlight.policy.eviction.tiers import DEFAULT as DEFAULT_EVICTION
 
 GIB = 1024**3
 Made = TypeVar("Made")
@@ -152,6 +153,8 @@ class Contender:
     """Loads run beside fetches."""
     eviction: str = "lru"
     """What goes of devices for room; a name of ``eviction.choice``."""
+    pool_eviction: str = ""
+    """The same for host pools; empty: what was brought there the longest ago."""
 
 
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
@@ -187,13 +190,25 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
                 peers=True,
             ),
             Contender(
+                name="pilotlight-evicts",
+                start=StartPolicy.PILOTLIGHT,
+                max_stages=4,
+                cache=True,
+                peers=True,
+                created=True,
+                warm=True,
+                eviction=DEFAULT_EVICTION,
+                pool_eviction=DEFAULT_EVICTION,
+            ),
+            Contender(
                 name="least-ttft", start=None, cache=True, peers=True, created=True, warm=True
             ),
         )
     }
 )
 """Those that a scenario can be run with. Names with ``+cache`` are the paper's "w/ cache";
-``pilotlight-bare`` pays for its processes as the others do; ``least-ttft`` is what the scheduler
+``pilotlight-bare`` pays for its processes as the others do; ``pilotlight-evicts`` lets go of copies on devices and in
+host pools as services do by default, the others what was used the longest ago; ``least-ttft`` is what the scheduler
 does by default."""
 
 
