@@ -41,6 +41,11 @@ class NodeKind:
     """From the host's memory to each device: PCIe."""
     memory_gib_per_s: float
     """What a device reads of its own memory."""
+    disk_gib: float = 0.0
+    """For what was brought to the node, beyond its host's memory; 0: there is no disk tier. For
+    contenders whose host pools keep copies."""
+    disk_gib_per_s: float = 0.0
+    """What all reads of it get together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
