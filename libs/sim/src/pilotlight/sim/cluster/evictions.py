@@ -1,5 +1,5 @@
-"""What the cache does for devices and host pools: policies that are told of arrivals and reports, as
-the service tells them.
+"""What the cache does for devices and host pools: policies that are told of arrivals and reports,
+as the service tells them.
 """
 
 from collections.abc import Iterable, Mapping

@@ -200,7 +200,7 @@ class Host:
     def _source_of(
         self, one: PartFetch, missing: frozenset[int], hosts: dict[NodeId, "Host"]
     ) -> str:
-        """Where parts come from that no start has chosen a source for: the nearest that has them."""
+        """Where parts come from for which no start chose a source: the nearest that has them."""
         if self._on_disk(one.model.digest, missing):
             return DISK
         givers = (peer for peer in one.upstreams if hosts[peer].could_give(one.model, missing))

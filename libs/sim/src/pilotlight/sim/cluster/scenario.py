@@ -212,9 +212,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     }
 )
 """Those that a scenario can be run with. Names with ``+cache`` are the paper's "w/ cache";
-``pilotlight-bare`` pays for its processes as the others do; ``pilotlight-evicts`` lets go of copies on devices and in
-host pools as services do by default, the others what was used the longest ago; ``least-ttft`` is what the scheduler
-does by default."""
+``pilotlight-bare`` pays for its processes as the others do; ``pilotlight-evicts`` lets go of copies
+on devices and in host pools as services do by default, the others of what was used the longest ago;
+``least-ttft`` is what the scheduler does by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
