@@ -2,7 +2,8 @@
 as the service tells them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from pilotlight.policy.arrivals import Access, RecentArrivals
@@ -122,8 +123,16 @@ class Evictions:
         return tuple(one.digest for one in self._pools.of(Tier.HOST).ordered(may_go, now_s))
 
     def _in_pool(
-        self, node: NodeFacts, arrivals: RecentArrivals, now_s: float
+        self,
+        node: NodeFacts,
+        arrivals: RecentArrivals,
+        now_s: float,
+        among: Collection[str] | None = None,
     ) -> tuple[EvictionCandidate, ...]:
+        """Copies of a node; ``among``: of these subjects, if only they are asked for."""
+        if among is not None:
+            copies = tuple(one for one in node.copies if one.digest in among)
+            node = replace(node, copies=copies)
         misses = MissFacts(arrivals=arrivals)
         return in_pool(node, CandidateFacts(now_s=now_s, models=self._models, misses=misses))
 
