@@ -148,8 +148,8 @@ def test_starts_by_node_then_by_kind_then_by_seed() -> None:
 
 
 def test_bandwidth_by_node_and_source() -> None:
-    """A source that is slow at one node is believed to be slow at others, if a little less: they are
-    tried next. Another source is not.
+    """A source that is slow at one node is believed to be slow at others, if a little less: they
+    are tried next. Another source is not.
     """
     timings = Timings()
     assert timings.fetch_bytes_per_s(NODE, "s3://a", 9.0) == 9.0

@@ -18,6 +18,7 @@ from pilotlight.sim.cluster.results import Result
 from pilotlight.sim.cluster.run import Simulation
 from pilotlight.sim.cluster.scenario import (
     CONTENDERS,
+    GIB,
     BadScenario,
     Scenario,
     builtin,
@@ -168,6 +169,32 @@ def test_a_cluster_evicts_by_the_policy_of_its_contender() -> None:
     }
     assert starts["lru"] == 4
     assert starts["iam"] == starts["pilotlight"] > 12
+
+
+@pytest.mark.parametrize(("policy", "stays"), [("", False), ("lru", False), ("iam", True)])
+def test_host_pools_let_go_by_the_policy_of_their_contender(policy: str, stays: bool) -> None:
+    """There is room for two copies, and by importance the popular model's stays, though two others
+    were wanted since.
+    """
+    short = _short(duration_s=300.0)
+    scenario = dataclasses.replace(
+        short,
+        keep_alive_s=2.0,
+        nodes=(dataclasses.replace(short.nodes[0], count=1),),
+        applications=(dataclasses.replace(short.applications[0], models=3),),
+    )
+    popular, *others = catalogue_of(scenario).models.values()
+    room = 2.5 * popular.spec.total_bytes / GIB
+    nodes = (dataclasses.replace(scenario.nodes[0], memory_gib=room),)
+    asked = [Request(popular.name, 2.0 + number, 10, 2) for number in range(60)]
+    asked += [Request(others[at % 2].name, 100.0 + 40.0 * at, 10, 2) for at in range(4)]
+    contender = dataclasses.replace(CONTENDERS["least-ttft"], pool_eviction=policy)
+    scenario = dataclasses.replace(scenario, nodes=nodes)
+    simulation = Simulation(scenario, contender, 3, asked=asked)
+    assert simulation.run().finished == len(asked)
+    (host,) = simulation.parts.hosts.values()
+    assert len(host.copies) == 2
+    assert (popular.digest in host.copies) == stays
 
 
 def test_a_cluster_tells_of_arrivals_as_gateways_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.model import Model, Slo
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.testing import model as a_model
-from pilotlight.scheduler.testing import LINK, Fleet, Rig, first_token
+from pilotlight.scheduler.testing import DEADLINE_S, LINK, Fleet, Rig, first_token
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 S = InstanceState
@@ -65,13 +65,20 @@ async def test_the_next_leader_refuses_what_would_make_a_running_fetch_late(
 ) -> None:
     """It has the books of the leader before it, from the placements that were written down."""
     fleet.links = {"n0": LINK}
-    await rig.register(hurried("a"), hurried("b"))
+    # Four of the ten seconds may pass until the next one leads.
+    await rig.register(hurried("a", 10.0), hurried("b", 10.0))
     await fleet.go_on(lambda: fleet.under_way("a"), a=1)
     await new_scheduler(rig.clock)
     epoch = rig.epoch
     for component in reversed(rig.application.components):
         await component.stop()
-    await fleet.go_on(lambda: rig.epoch > epoch, 0.02, a=1)
+
+    async def taken() -> bool:
+        rows = await rig.rows(select(tables.lease.c.epoch))
+        return bool(rows) and rows[0].epoch > epoch
+
+    await until(taken, deadline_s=DEADLINE_S)
+    await fleet.go_on(lambda: rig.epoch > epoch, 0.3, a=1)
 
     async def decided() -> list[Any]:
         return await decisions(rig, "b")

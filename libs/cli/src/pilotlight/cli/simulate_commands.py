@@ -28,7 +28,7 @@ def simulate_cluster(
     compare: Annotated[
         str | None,
         Parameter(
-            help="By default single,locality,paraserve,pilotlight; others: paraserve+cache, pilotlight-bare, least-ttft."
+            help="By default single,locality,paraserve,pilotlight; others: paraserve+cache, pilotlight-bare, pilotlight-evicts, least-ttft."
         ),
     ] = None,
     seed: Annotated[int, Parameter(help="Of the requests.")] = 1,

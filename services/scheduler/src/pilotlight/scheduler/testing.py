@@ -33,7 +33,16 @@ from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
-from pilotlight.policy.ids import Epoch, GatewayId, GrantId, InstanceId, NodeId, RequestId, WorkerId
+from pilotlight.policy.ids import (
+    Epoch,
+    GatewayId,
+    GrantId,
+    InstanceId,
+    ModelName,
+    NodeId,
+    RequestId,
+    WorkerId,
+)
 from pilotlight.policy.instance import SERVING
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, Phase, PhaseName
@@ -325,7 +334,7 @@ class Fleet:
             loader = LoaderReport(facts=here, incarnation="l", epoch_seen=epoch)
             await self.rig.bus.publish(loader_report_subject(NodeId(name)), loader)
         demands = tuple(
-            Demand(model=name, waiting=many, oldest_age_s=0.1, deadline_in_s=60.0)
+            Demand(model=ModelName(name), waiting=many, oldest_age_s=0.1, deadline_in_s=60.0)
             for name, many in waiting.items()
         )
         vector = DemandVector(gateway_id=GATEWAY, demands=demands)

@@ -37,8 +37,7 @@ ANY = NodeId("")
 ANY_SOURCE = ""
 UNTRIED = 1.001
 """What a node is expected to get of a source against what others got: of two that promise the same,
-the one that has not fetched yet is taken. Else one whose own link is slow would be, again and again.
-"""
+the one that has not fetched yet is taken. Else one whose own link is slow would be, each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

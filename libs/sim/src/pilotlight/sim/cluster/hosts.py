@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import Copy, FetchPriority, Liveness, NodeFacts, Tier, Transfer
-from pilotlight.policy.coldstart.contention import LinkName, incoming, outgoing
+from pilotlight.policy.coldstart.contention import LinkName, disk, incoming, outgoing
+from pilotlight.policy.coldstart.facts import DISK
 from pilotlight.policy.control.holds import PartFetch
 from pilotlight.policy.ids import Digest, Generation, InstanceId, NodeId
 from pilotlight.policy.liveness import liveness_of
 from pilotlight.policy.model import Model
 from pilotlight.sim.cluster.build import REMOTE
+from pilotlight.sim.cluster.disks import Disk
 from pilotlight.sim.cluster.network import Flow, Network
 
 UNLIMITED_BYTES_PER_S = 1e12
@@ -57,11 +59,17 @@ class Host:
     """Gives it to other nodes."""
     delay_s: float = 0.0
     """A fetch begins so long after it was commanded."""
+    disk: Disk | None = None
+    """Its disk tier, if it has one. It outlives the node's death."""
     copies: dict[Digest, frozenset[int]] = field(default_factory=dict[Digest, "frozenset[int]"])
     """The model that was used the longest ago is first."""
     fetches: dict[tuple[InstanceId, Generation], Fetch] = field(
         default_factory=dict["tuple[InstanceId, Generation]", Fetch]
     )
+    order: Callable[[NodeFacts], Iterable[Digest]] | None = None
+    """What may go, the least worth first; None: what was brought the longest ago goes first."""
+    _used_s: dict[Digest, float] = field(default_factory=dict[Digest, float])
+    """When each copy was last wanted."""
     _models: dict[Digest, Model] = field(default_factory=dict[Digest, Model])
     _last: NodeFacts | None = None
     """What it said last, while it is dead."""
@@ -77,10 +85,12 @@ class Host:
         """Something reads a model's copy until ``let_go``."""
         self._models[model.digest] = model
         self._needed[model.digest] += 1
+        self._used_s[model.digest] = self.network.events.now_s
 
     def let_go(self, digest: Digest) -> None:
         """It does not any more."""
         self._needed[digest] -= 1
+        self._used_s[digest] = self.network.events.now_s
         if self._needed[digest] <= 0:
             del self._needed[digest]
             if not self.caches and self.copies.pop(digest, None) is not None:
@@ -116,13 +126,26 @@ class Host:
             self.copies.pop(digest, None)
 
     def _make_room(self) -> None:
-        """What was used the longest ago goes first; what is needed stays."""
+        """What is needed stays."""
         used = sum(map(self._size, self.copies))
-        for digest in [one for one in self.copies if not self._needed[one]]:
+        if used <= self.pool_bytes:
+            return
+        for digest in [one for one in self._in_order() if not self._needed[one]]:
             if used <= self.pool_bytes:
                 return
             used -= self._size(digest)
             del self.copies[digest]
+
+    def _in_order(self) -> Iterable[Digest]:
+        if self.order is None:
+            return self.copies
+        facts, now_s = self.facts(), self.network.events.now_s
+        copies = (
+            replace(one, idle_s=now_s - self._used_s[one.digest])
+            for one in facts.copies
+            if one.tier is Tier.HOST
+        )
+        return self.order(replace(facts, copies=tuple(copies)))
 
     def _size(self, digest: Digest) -> int:
         parts = self._models[digest].spec.part_bytes
@@ -165,10 +188,7 @@ class Host:
                     if not other.parts.isdisjoint(one.parts):
                         self._hurry(other)
             named = source_of(one.instance_id)
-            source = named or next(
-                (peer for peer in one.upstreams if hosts[peer].could_give(one.model, missing)),
-                REMOTE,
-            )
+            source = named or self._source_of(one, missing, hosts)
             ahead = one.priority is FetchPriority.PREFETCH
             fetch = Fetch(one.model, missing, source, self.network.events.now_s, ahead)
             self.fetches[key] = fetch
@@ -176,6 +196,18 @@ class Host:
             self.network.events.after(
                 self.delay_s, lambda key=key, fetch=fetch: self._begin(key, fetch, hosts)
             )
+
+    def _source_of(
+        self, one: PartFetch, missing: frozenset[int], hosts: dict[NodeId, "Host"]
+    ) -> str:
+        """Where parts come from for which no start chose a source: the nearest that has them."""
+        if self._on_disk(one.model.digest, missing):
+            return DISK
+        givers = (peer for peer in one.upstreams if hosts[peer].could_give(one.model, missing))
+        return next(givers, REMOTE)
+
+    def _on_disk(self, digest: Digest, parts: frozenset[int]) -> bool:
+        return self.disk is not None and self.disk.has(digest, parts)
 
     def could_give(self, model: Model, parts: frozenset[int]) -> bool:
         """Whether parts are here, or on their way."""
@@ -206,6 +238,8 @@ class Host:
         peer = hosts.get(NodeId(fetch.source))
         if peer is not None and not peer.could_give(fetch.model, fetch.parts):
             peer = None
+        if fetch.source == DISK and not self._on_disk(fetch.model.digest, fetch.parts):
+            fetch.source = REMOTE
         fetch.peer = peer
         self._receive(fetch, fetch.total_bytes)
 
@@ -222,6 +256,8 @@ class Host:
     def _receive(self, fetch: Fetch, size_bytes: float) -> None:
         giver = REMOTE if fetch.peer is None else fetch.peer.node_id
         links: tuple[LinkName, ...] = (incoming(self.node_id), outgoing(giver))
+        if fetch.source == DISK:
+            links = (disk(self.node_id),)
         fetch.flow = self.network.start(
             links,
             size_bytes,
@@ -247,6 +283,8 @@ class Host:
         if fetch.ended:
             return
         fetch.ended = True
+        if self.disk is not None:
+            self.disk.keep(fetch.model, fetch.parts)
         self._add(fetch.model, fetch.parts)
         for call in fetch.after:
             call()
@@ -340,8 +378,9 @@ class Host:
             nic_bytes_per_s=self.nic_bytes_per_s,
             pool_bytes=self.pool_bytes,
             pool_free_bytes=max(0, self.pool_bytes - sum(one.size_bytes for one in copies)),
-            copies=copies,
+            copies=copies if self.disk is None else copies + self.disk.copies_of(self.node_id),
             transfers=transfers,
+            links=() if self.disk is None else (self.disk.link,),
             dataplane_host=self.node_id if self.peers else "",
             dataplane_port=1 if self.peers else 0,
         )

@@ -29,6 +29,7 @@ from pilotlight.policy.control.splitting import instances_of
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import (
     DecisionId,
+    Digest,
     GatewayId,
     Generation,
     InstanceId,
@@ -85,6 +86,15 @@ class Leader:
     _told_s: float = -math.inf
     _windows: ArrivalWindows = field(default_factory=lambda: ArrivalWindows(0.0))
 
+    def __post_init__(self) -> None:
+        if self.evictions.orders_pools:
+            for host in self.parts.hosts.values():
+                host.order = self._pool_order
+
+    def _pool_order(self, node: NodeFacts) -> tuple[Digest, ...]:
+        recent, now_s = self._windows.recent(), self.parts.events.now_s
+        return self.evictions.pool_order(node, recent, now_s)
+
     def count(self, model: ModelName, now_s: float) -> None:
         """A request has come. It is told of as gateways do: at once, and with others that come
         sooner than ``GATHER_S`` after the last message.
@@ -136,6 +146,7 @@ class Leader:
         if nodes:
             reports = {node_id: parts.hosts[node_id].facts() for node_id in sorted(nodes)}
             self._nodes = {**self._nodes, **reports}
+            self.evictions.hear_nodes(reports, self._windows.recent(), now_s)
         self._version += bool(workers)
         demand = parts.gateway.demand(now_s)
         refused, self._refused = tuple(self._refused), []

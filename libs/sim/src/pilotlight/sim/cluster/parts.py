@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from pilotlight.policy.coldstart.contention import LinkName, incoming, outgoing
+from pilotlight.policy.coldstart.contention import LinkName, disk, incoming, outgoing
 from pilotlight.policy.coldstart.servers import stage_share
 from pilotlight.policy.control.plan import NodeTold, WorkerTold
 from pilotlight.policy.ids import InstanceId, NodeId, WorkerId
 from pilotlight.policy.instance import ENDED
 from pilotlight.policy.plan import Instance
 from pilotlight.sim.cluster.build import Catalogue, nodes_of, start_up_of, workers_of
+from pilotlight.sim.cluster.disks import Disk
 from pilotlight.sim.cluster.engine import Engine, Pace, Request
 from pilotlight.sim.cluster.events import Events
 from pilotlight.sim.cluster.gateway import Gateway
@@ -57,6 +58,10 @@ class Parts:
         for kind, node_id in nodes_of(self.scenario):
             rate = kind.network_gbit_per_s * 1e9 / 8
             capacities[incoming(node_id)] = capacities[outgoing(node_id)] = rate
+            disk_rate = kind.disk_gib_per_s * GIB
+            has_disk = self.contender.cache and kind.disk_gib > 0 and disk_rate > 0
+            if has_disk:
+                capacities[disk(node_id)] = disk_rate
             host = Host(
                 node_id=node_id,
                 nic_bytes_per_s=rate,
@@ -65,6 +70,7 @@ class Parts:
                 changed=self._node_changed,
                 caches=self.contender.cache,
                 peers=self.contender.peers,
+                disk=Disk(int(kind.disk_gib * GIB), disk_rate) if has_disk else None,
                 delay_s=0.0 if self.contender.overlapped else delay_s,
             )
             self.hosts[node_id] = host

@@ -95,7 +95,9 @@ class Simulation:
             rules=rules,
             models=catalogue.models,
             timings=timings_of(self.scenario, self.contender, catalogue),
-            evictions=Evictions(self.contender.eviction, catalogue.models),
+            evictions=Evictions(
+                self.contender.eviction, self.contender.pool_eviction, catalogue.models
+            ),
         )
 
     def run(self) -> Result:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pilotlight.policy.coldstart.policies import StartPolicy
+from pilotlight.policy.eviction.tiers import DEFAULT as DEFAULT_EVICTION
 
 GIB = 1024**3
 Made = TypeVar("Made")
@@ -40,6 +41,11 @@ class NodeKind:
     """From the host's memory to each device: PCIe."""
     memory_gib_per_s: float
     """What a device reads of its own memory."""
+    disk_gib: float = 0.0
+    """For what was brought to the node, beyond its host's memory; 0: there is no disk tier. For
+    contenders whose host pools keep copies."""
+    disk_gib_per_s: float = 0.0
+    """What all reads of it get together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +158,8 @@ class Contender:
     """Loads run beside fetches."""
     eviction: str = "lru"
     """What goes of devices for room; a name of ``eviction.choice``."""
+    pool_eviction: str = ""
+    """The same for host pools; empty: what was brought there the longest ago."""
 
 
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
@@ -187,14 +195,26 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
                 peers=True,
             ),
             Contender(
+                name="pilotlight-evicts",
+                start=StartPolicy.PILOTLIGHT,
+                max_stages=4,
+                cache=True,
+                peers=True,
+                created=True,
+                warm=True,
+                eviction=DEFAULT_EVICTION,
+                pool_eviction=DEFAULT_EVICTION,
+            ),
+            Contender(
                 name="least-ttft", start=None, cache=True, peers=True, created=True, warm=True
             ),
         )
     }
 )
 """Those that a scenario can be run with. Names with ``+cache`` are the paper's "w/ cache";
-``pilotlight-bare`` pays for its processes as the others do; ``least-ttft`` is what the scheduler
-does by default."""
+``pilotlight-bare`` pays for its processes as the others do; ``pilotlight-evicts`` lets go of copies
+on devices and in host pools as services do by default, the others of what was used the longest ago;
+``least-ttft`` is what the scheduler does by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
