@@ -170,9 +170,8 @@ class PipelineLead:
         """One micro-batch out, if there is one, and everything in that has come."""
         try:
             if self._forward.readable:
-                raise PeerLost(
-                    f"stage 1 sent {type(unpack(self._forward.receive(0))).__name__} backwards"
-                )
+                sent = type(unpack(self._forward.receive(0))).__name__
+                raise PeerLost(f"stage 1 sent {sent} backwards")
             paused = self._growth is not None and self._growth.paused
             plan = (
                 self._dispatch(monotonic_s)
