@@ -64,6 +64,13 @@ class LightSpan(NonRecordingSpan):
             self._traceparent = f"00-{trace_id:032x}-{span_id:016x}-00"
         return self._traceparent
 
+    def kept_traceparent(self) -> str:
+        """The same as of a trace that is sampled. Made anew: who asks keeps it, for as long as the
+        span lasts.
+        """
+        trace_id, span_id = self._context[:2]
+        return f"00-{trace_id:032x}-{span_id:016x}-01"
+
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Add what is known later."""
         self._attributes = (*self._attributes, (key, value))

@@ -253,7 +253,7 @@ def current_traceparent(*, keep: bool = False) -> str:
     """
     light = LightSpan.current.get()
     if light is not None:
-        return light.traceparent[:-2] + "01" if keep else light.traceparent
+        return light.kept_traceparent() if keep else light.traceparent
     if not otel_context.get_current():
         return ""
     current = current_span()

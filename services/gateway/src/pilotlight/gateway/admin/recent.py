@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from pilotlight.common.errors import NotFound, TraceNotFound
 from pilotlight.gateway.admin.live import LiveView, Topic
 from pilotlight.gateway.admin.views import JSON, Limit, OptionalName, RecordId
-from pilotlight.gateway.edge.http import EventStream, Write
+from pilotlight.gateway.edge.http import EventStream, Write, WrittenEvents
 from pilotlight.gateway.records.display import COLD_STARTS, DECISIONS, Display
 from pilotlight.gateway.records.recent import RecentReader
 
@@ -112,4 +112,4 @@ def add_stream(app: FastAPI, live: LiveView) -> None:
                 async for data in events:
                     await write(data)
 
-        return _Streamed(EventStream(write_all))
+        return _Streamed(WrittenEvents(write_all))

@@ -1,7 +1,7 @@
 """Headers by which a client and this gateway speak of one request: ids, and what is told of it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import Message, Scope, Send
 
@@ -29,6 +29,7 @@ EXPOSED = (
 """Headers of answers that scripts of other origins may read."""
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,%d}" % (MAX_ID_CHARS - 1))
 _NOTED = "reply_headers"
+_LATER = "reply_headers_later"
 _REQUEST_ID = REQUEST_ID.encode()
 _OWN_REQUEST_ID = OWN_REQUEST_ID.encode()
 
@@ -73,20 +74,23 @@ def plain_headers(scope: Scope) -> dict[str, str]:
 
 def note_header(scope: Scope, name: str, value: str) -> None:
     """Add a header to the answer, which has not begun."""
-    note_headers(scope, (name, value))
-
-
-def note_headers(scope: Scope, told: Sequence[str]) -> None:
-    """Add headers to the answer, which has not begun: names and values in turn."""
     noted: tuple[str, ...] = scope["state"].get(_NOTED, ())
-    scope["state"][_NOTED] = (*noted, *told)
+    scope["state"][_NOTED] = (*noted, name, value)
+
+
+def note_later(scope: Scope, told: Callable[[], Sequence[str]]) -> None:
+    """Let this make headers of the answer when it begins: names and values in turn. Where many
+    wait, what it keeps takes less memory than they would.
+    """
+    scope["state"][_LATER] = told
 
 
 def noted_headers(scope: Scope) -> list[Header]:
     """What was noted for the answer."""
-    noted: tuple[str, ...] | None = scope["state"].get(_NOTED)
-    if noted is None:
-        return []
+    noted: Sequence[str] = scope["state"].get(_NOTED, ())
+    later: Callable[[], Sequence[str]] | None = scope["state"].get(_LATER)
+    if later is not None:
+        noted = (*noted, *later())
     return [
         (name.encode(), value.encode("ascii", "replace"))
         for name, value in zip(noted[::2], noted[1::2], strict=True)

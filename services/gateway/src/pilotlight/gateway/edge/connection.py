@@ -29,7 +29,6 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
-from uvicorn.protocols.utils import get_remote_addr
 
 from pilotlight.common.errors import BadRequest, HeadTooLarge, PilotlightError
 from pilotlight.common.waiting import Flag
@@ -47,6 +46,7 @@ FIRST_PROBE_S = 0.2
 LAST_PROBE_S = 10.0
 """Pauses between looks whether a client that closed its side is still there: each is twice the one
 before."""
+_NO_HEADERS: list[tuple[bytes, bytes]] = []
 
 
 class Connection(HttpToolsProtocol):
@@ -142,7 +142,9 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_message = True
-        self.client = get_remote_addr(self.transport)
+        # Not of the socket, as uvicorn asks: it would be made, and kept, with the address.
+        peer = self.transport.get_extra_info("peername")
+        self.client = peer[:2] if isinstance(peer, tuple) else None
         super().on_message_begin()
         # It is the scope's now, which lets it go.
         self.client = None
@@ -157,6 +159,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_message = False
+        # Those that came after the body, which nobody reads.
+        self.headers = _NO_HEADERS
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -230,17 +234,29 @@ class Connection(HttpToolsProtocol):
 class _Line(list[object]):
     """Requests that wait for their turn, as far as uvicorn needs it."""
 
+    __slots__ = ()
+
     def appendleft(self, item: object) -> None:
         self.insert(0, item)
 
 
 class _Flow(FlowControl):
-    """One that takes little memory."""
+    """One whose event is there only while nothing may be written: most never need it."""
+
+    _is_writable_event: asyncio.Event
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__(transport)
-        self._is_writable_event = _Event()
-        self._is_writable_event.set()
+        self._transport = transport
+        self.read_paused = self.write_paused = False
+
+    async def drain(self) -> None:
+        if self.write_paused:
+            await self._is_writable_event.wait()
+
+    def pause_writing(self) -> None:
+        if not self.write_paused:
+            self.write_paused = True
+            self._is_writable_event = _Event()
 
 
 def _parser(connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
@@ -251,6 +267,6 @@ def _parser(connection: HttpToolsProtocol) -> httptools.HttpRequestParser:
 
 
 class _Event(Flag, asyncio.Event):
-    """uvicorn's events, of which a connection has two, with a flag's way to wait: asyncio's own
+    """uvicorn's events, of which each request has one, with a flag's way to wait: asyncio's own
     begins with room for 64 tasks, which makes it 0.9 KB.
     """

@@ -38,11 +38,20 @@ class ConnectionAnswer(Receiving):
     to its end. Receives its request.
     """
 
-    __slots__ = ("_connection", "_cycle", "_ends_with_connection", "_leave", "_of_events")
+    __slots__ = (
+        "_connection",
+        "_cycle",
+        "_ends_with_connection",
+        "_leave",
+        "_of_events",
+        "_version",
+    )
 
     def __init__(self, connection: Lingering, cycle: RequestResponseCycle) -> None:
         self._connection = connection
         self._cycle = cycle
+        # The scope lets it go before there is an answer.
+        self._version = cycle.scope["http_version"]
         self._leave: Callable[[], None] | None = None
         self._ends_with_connection = False
         self._of_events = False
@@ -119,7 +128,7 @@ class ConnectionAnswer(Receiving):
             cycle.response_started
             or not self._flows
             or cycle.scope["method"] != "POST"
-            or cycle.scope["http_version"] != "1.1"
+            or self._version != "1.1"
             or HEADER_VALUE_RE.search(b"".join([value for _, value in headers]))
         ):
             return False
@@ -190,7 +199,7 @@ class ConnectionAnswer(Receiving):
             headers.append((b"connection", b"close"))
         named = {name.lower(): value for name, value in headers}
         self._of_events = named.get(b"content-type", b"").startswith(b"text/event-stream")
-        if cycle.scope["http_version"] == "1.0" and b"content-length" not in named:
+        if self._version == "1.0" and b"content-length" not in named:
             self._ends_with_connection = True
             cycle.chunked_encoding = False
         return {"type": "http.response.start", "status": message["status"], "headers": headers}

@@ -80,7 +80,7 @@ class Connected:
 
     def __enter__(self) -> None:
         if isinstance(self._receive, Receiving):
-            self._receive.on_leave(self._cancel)
+            self._receive.on_leave(self)
         else:
             self._listening = asyncio.create_task(self._listen())
 
@@ -103,13 +103,14 @@ class Connected:
         if own and isinstance(error, asyncio.CancelledError):
             raise ClientGone from None
 
-    async def _listen(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._cancel()
-
-    def _cancel(self) -> None:
+    def __call__(self) -> None:
+        """The client has left."""
         self._asked += 1
         self._worker.cancel()
         loop = asyncio.get_running_loop()
-        self._again = loop.call_later(CANCEL_AGAIN_S, self._cancel)
+        self._again = loop.call_later(CANCEL_AGAIN_S, self)
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self()

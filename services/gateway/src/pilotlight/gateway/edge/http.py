@@ -3,6 +3,8 @@ everything to fail.
 """
 
 import asyncio
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -45,8 +47,8 @@ CLIENT_GONE_STATUS = 499
 """Counted in the place of an error's code and of a status when the client leaves before the end of
 its answer; the status is nginx's."""
 _ERROR_CODE = "error_code"
-_KEPT = ("type", "method", "http_version", "root_path", "headers", "state", "route")
-"""Of the scope, what is still read when the answer is made."""
+_KEPT = ("type", "method", "root_path", "state", "route")
+"""Of the scope, what is still read when the answer is made, where it is not empty."""
 _NOTHING = nullcontext()
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
@@ -78,71 +80,65 @@ Raises ``ClientGone`` when the client does not take them.
 """
 
 
-class EventStream:
+class EventStream(ABC):
     """A stream of server-sent events.
 
-    The status is sent with the first of them; an error after it is an event.
+    The status is sent with the first of them; an error after it is an event. One object with all
+    that it needs: of streams that wait there are many.
     """
 
-    __slots__ = ("_error_event", "_headers", "_last", "_make", "_within")
+    __slots__ = ("_headers", "_own", "_send", "_started", "_within")
 
     def __init__(
         self,
-        make: Callable[[Write], Awaitable[None]],
         *,
         within: AbstractContextManager[None] = _NOTHING,
-        last: Callable[[], bytes] | None = None,
         headers: Sequence[Header] = STREAM_HEADERS,
-        error_event: Callable[[PilotlightError], bytes] = sse.error_event,
     ) -> None:
         """Make it; nothing is sent yet.
 
         Args:
-            make: writes the events.
-            within: is around it.
-            last: gives the ones at the end, which ``make`` has not written.
+            within: is around the making of the events.
             headers: of the answer.
-            error_event: how an error looks that comes after the first event.
         """
-        self._make = make
         self._within = within
-        self._last = last
         self._headers = headers
-        self._error_event = error_event
+        self._started = False
+
+    @abstractmethod
+    def make(self) -> Awaitable[None]:
+        """Write the events, but those that ``last`` gives."""
+
+    def last(self) -> bytes:
+        """The events at the end, which ``make`` has not written."""
+        return b""
+
+    def error_event(self, error: PilotlightError) -> bytes:
+        """How an error looks that comes after the first event."""
+        return sse.error_event(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _read_no_more(scope)
-        events = _Events(send, self._headers)
+        self._send = send
+        self._own = send if isinstance(send, SendWithIds) else None
         with Connected(receive):
             try:
                 with self._within:
-                    await self._make(events.write)
-                last = b"" if self._last is None else self._last()
+                    await self.make()
+                last = self.last()
             except Exception as error:
-                if not events.started or isinstance(error, ClientGone):
+                if not self._started or isinstance(error, ClientGone):
                     raise
                 failure = error if isinstance(error, PilotlightError) else _bug(error)
                 note_error(scope, failure)
-                last = self._error_event(failure)
-            await events.end(last)
-
-
-class _Events:
-    """Sends a stream's events, and its head with the first."""
-
-    __slots__ = ("_headers", "_own", "_send", "started")
-
-    def __init__(self, send: Send, headers: Sequence[Header]) -> None:
-        self._send = send
-        self._own = send if isinstance(send, SendWithIds) else None
-        self._headers = headers
-        self.started = False
+                last = self.error_event(failure)
+            await self._end(last)
 
     async def write(self, data: bytes) -> None:
-        """As ``Write``."""
+        """As ``Write``: some events, and the head with the first."""
         own = self._own
-        if not self.started:
-            self.started = True
+        if not self._started:
+            self._started = True
             if own is not None and own.begin(200, self._headers, data, more=True):
                 return
             await _in_time(
@@ -154,14 +150,44 @@ class _Events:
             return
         await _in_time(self._send({"type": "http.response.body", "body": data, "more_body": True}))
 
-    async def end(self, data: bytes) -> None:
+    async def _end(self, data: bytes) -> None:
         """Write the last of them, which may be empty."""
-        if self.started and self._own is not None and self._own.go_on(data, more=False):
+        if self._started and self._own is not None and self._own.go_on(data, more=False):
             return
         if data:
             await self.write(data)
         end = {"type": "http.response.body", "body": b"", "more_body": False}
         await _in_time(self._send(end))
+
+
+class WrittenEvents(EventStream):
+    """A stream of what a function writes."""
+
+    __slots__ = ("_error_event", "_make")
+
+    def __init__(
+        self,
+        make: Callable[[Write], Awaitable[None]],
+        *,
+        headers: Sequence[Header] = STREAM_HEADERS,
+        error_event: Callable[[PilotlightError], bytes] = sse.error_event,
+    ) -> None:
+        """As ``EventStream``.
+
+        Args:
+            make: writes the events.
+            headers: of the answer.
+            error_event: how an error looks that comes after the first event.
+        """
+        super().__init__(headers=headers)
+        self._make = make
+        self._error_event = error_event
+
+    def make(self) -> Awaitable[None]:
+        return self._make(self.write)
+
+    def error_event(self, error: PilotlightError) -> bytes:
+        return self._error_event(error)
 
 
 def _sent_at_once(response: Response, send: Send) -> bool:
@@ -177,9 +203,9 @@ def _sent_at_once(response: Response, send: Send) -> bool:
 def _read_no_more(scope: Scope) -> None:
     """Let go of what only the making of an answer's way needed: a request may wait for long."""
     room_of(scope).release()
-    # Not emptied: what stands before this application may still look at them.
-    scope["headers"] = []
-    kept = {name: scope[name] for name in _KEPT if name in scope}
+    kept = {name: scope[name] for name in _KEPT if scope.get(name)}
+    # Not the same, emptied: what stands before this application may still look at them.
+    kept["headers"] = ()
     scope.clear()
     scope.update(kept)
 
@@ -231,7 +257,7 @@ class Edge:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         with (
-            server_span(f"{scope['method']} {scope['path']}", _trace_headers(scope))
+            server_span(_span_name(scope), _trace_headers(scope))
             if scope["path"] in self._traced
             else _NOTHING
         ):
@@ -274,6 +300,11 @@ class Edge:
                 room.release()
                 code = scope["state"].get(_ERROR_CODE, "")
                 self._measures.answered(_route_of(scope), scope["method"], sender.status, code)
+
+
+def _span_name(scope: Scope) -> str:
+    """One text for all that wait."""
+    return sys.intern(f"{scope['method']} {scope['path']}")
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:

@@ -5,15 +5,16 @@ made, and one at its end. Nothing is waited for; what other gateways let in is h
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+import msgspec
 from starlette.types import Scope
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import QuotaUsedUp, RateLimited, TokensLimited, TooLarge
 from pilotlight.common.messages.limits import LimitTotal
-from pilotlight.gateway.edge.client_headers import note_headers
+from pilotlight.gateway.edge.client_headers import note_later
 from pilotlight.gateway.limits.accounts import Account, Line, Sharing, Taken
 from pilotlight.gateway.limits.peers import Peers
 from pilotlight.policy.ids import GatewayId
@@ -96,7 +97,24 @@ class Limiter:
         self.changed = asyncio.Event()
         """There is something to tell."""
 
+    def knows(self, key_id: str, tenant: Tenant) -> bool:
+        """Whether all is known that ``admit_known`` looks at."""
+        return all(self._budgets.knows(subject) for subject in _budgeted(key_id, tenant))
+
+    async def learn(self, key_id: str, tenant: Tenant) -> None:
+        """Look up what is not known of it; for a short time."""
+        for subject in _budgeted(key_id, tenant):
+            if not self._budgets.knows(subject):
+                await self._budgets.learn(subject)
+
     async def admit(
+        self, key_id: str, tenant: Tenant, tokens: int, scope: Scope, *, paced: bool = True
+    ) -> Admission:
+        """As ``admit_known``, once what is known is enough."""
+        await self.learn(key_id, tenant)
+        return self.admit_known(key_id, tenant, tokens, scope, paced=paced)
+
+    def admit_known(
         self, key_id: str, tenant: Tenant, tokens: int, scope: Scope, *, paced: bool = True
     ) -> Admission:
         """Let a request in, and say in its answer's headers what is left.
@@ -123,14 +141,12 @@ class Limiter:
         now_s = self._clock.monotonic_s()
         accounts: tuple[Account, ...] = ()
         if tenant.key_limits.any:
-            accounts = (self._account(f"key/{key_id}", tenant.key_limits, now_s),)
+            accounts = (self._account(_key(key_id), tenant.key_limits, now_s),)
         if tenant.project_limits.any:
-            project = self._account(f"project/{tenant.project}", tenant.project_limits, now_s)
+            project = self._account(_project(tenant), tenant.project_limits, now_s)
             accounts = (*accounts, project)
         for account in accounts:  # 1
             if account.limits.tokens_per_month is not None:
-                if not self._budgets.knows(account.subject):
-                    await self._budgets.learn(account.subject)
                 self._check_budget(account, account.limits.tokens_per_month)
         taken: tuple[Taken, ...] = ()
         if paced:
@@ -273,29 +289,72 @@ class Limiter:
         return account.tokens.take(tokens, now_s, self.sharing)
 
 
+def _key(key_id: str) -> str:
+    return f"key/{key_id}"
+
+
+def _project(tenant: Tenant) -> str:
+    return f"project/{tenant.project}"
+
+
+def _budgeted(key_id: str, tenant: Tenant) -> Iterator[str]:
+    """Of a key and its project, what has a budget of the month."""
+    if tenant.key_limits.tokens_per_month is not None:
+        yield _key(key_id)
+    if tenant.project_limits.tokens_per_month is not None:
+        yield _project(tenant)
+
+
 def _named(account: Account) -> str:
     kind, _, name = account.subject.partition("/")
     return "this key" if kind == "key" else f"the project {name}"
 
 
+class _Left(msgspec.Struct, frozen=True, gc=False):
+    """What was left when a request was let in, until its answer begins."""
+
+    requests: int | None
+    """The limit; None: there is none."""
+    requests_left: int
+    requests_reset_s: float
+    tokens: int | None
+    tokens_left: int
+    tokens_reset_s: float
+
+    def __call__(self) -> Sequence[str]:
+        """OpenAI's headers."""
+        told: list[str] = []
+        for names, limit, units, reset_s in (
+            (_REQUESTS_LEFT, self.requests, self.requests_left, self.requests_reset_s),
+            (_TOKENS_LEFT, self.tokens, self.tokens_left, self.tokens_reset_s),
+        ):
+            if limit is not None:
+                reset = duration(reset_s)
+                told += (names[0], str(limit), names[1], str(units), names[2], reset)
+        return told
+
+
+def _tightest(lines: Iterable[Line], now_s: float) -> tuple[int | None, int, float]:
+    """The limit of which least is left, what that is, and until when all of it is; None: there is
+    none.
+    """
+    tightest: Line | None = None
+    least = 0
+    for line in lines:
+        if line.limit is not None:
+            units = line.left(now_s)
+            if tightest is None or units < least:
+                tightest, least = line, units
+    if tightest is None:
+        return None, 0, 0.0
+    return tightest.limit, least, tightest.reset_s(now_s)
+
+
 def _tell_left(scope: Scope, accounts: tuple[Account, ...], now_s: float) -> None:
-    """OpenAI's headers, of the tighter limit of key and project."""
-    told: list[str] = []
-    for names, lines in (
-        (_REQUESTS_LEFT, [account.requests for account in accounts]),
-        (_TOKENS_LEFT, [account.tokens for account in accounts]),
-    ):
-        tightest: Line | None = None
-        least = 0
-        for line in lines:
-            if line.limit is not None:
-                units = line.left(now_s)
-                if tightest is None or units < least:
-                    tightest, least = line, units
-        if tightest is not None:
-            reset = duration(tightest.reset_s(now_s))
-            told += (names[0], str(tightest.limit), names[1], str(least), names[2], reset)
-    note_headers(scope, told)
+    """Of the tighter limit of key and project."""
+    requests = _tightest([account.requests for account in accounts], now_s)
+    tokens = _tightest([account.tokens for account in accounts], now_s)
+    note_later(scope, _Left(*requests, *tokens))
 
 
 def duration(seconds: float) -> str:

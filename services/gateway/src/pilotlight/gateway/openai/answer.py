@@ -38,6 +38,7 @@ class Answer:
 
     __slots__ = (
         "_chars",
+        "_kept_ids",
         "_logprobs",
         "_output",
         "_reasoning",
@@ -86,7 +87,14 @@ class Answer:
         self.stop: str | None = None
         """The stop string that ended it."""
         self._tokenizer = text.tokenizer
-        self._output = OutputText(text.tokenizer, stops, tools.kept_ids, include_stop=include_stop)
+        self._kept_ids = tools.kept_ids
+        self._output: OutputText | None = None
+        """Without stop strings, which are checked now, it is made with the first token: answers
+        wait."""
+        if stops:
+            self._output = OutputText(
+                text.tokenizer, stops, tools.kept_ids, include_stop=include_stop
+            )
         self._tools = tools.parser()
         self._reasoning = reasoning.parser()
         self._logprobs = logprobs
@@ -124,7 +132,7 @@ class Answer:
         """The engine has ended it: what was held back."""
         if self.finish_reason is not None:
             return Delta("")
-        last = self._output.finish()
+        last = self._text.finish()
         self.stop = last.stop
         if self._telling.silent:
             finish = FinishReason.LENGTH
@@ -160,8 +168,14 @@ class Answer:
                 self.finish_reason = "tool_calls"
         return delta
 
+    @property
+    def _text(self) -> OutputText:
+        if self._output is None:
+            self._output = OutputText(self._tokenizer, (), self._kept_ids)
+        return self._output
+
     def _text_of(self, token_ids: list[int]) -> str:
-        delta = self._output.feed(token_ids)
+        delta = self._text.feed(token_ids)
         self.output_tokens += delta.used_tokens
         self._chars += len(delta.text)
         if delta.stop is not None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Scope
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.telemetry import log_request
 from pilotlight.gateway.edge import sse
-from pilotlight.gateway.edge.http import Answering, EventStream, Write
+from pilotlight.gateway.edge.http import Answering, EventStream
 from pilotlight.gateway.limits.limiter import Admission
 from pilotlight.gateway.openai.answer import Answer, Delta, joined
 from pilotlight.gateway.openai.asker import Asker
@@ -74,8 +74,7 @@ class Exchange:
     def response(self, shapes: Shapes) -> ASGIApp:
         """The answer as it comes, or in one piece."""
         if self._options.stream:
-            events = _Events(self, self._choices, shapes, self._options)
-            return EventStream(events.run, within=self, last=events.last)
+            return _Events(self, self._choices, shapes, self._options)
         return Answering(partial(self.whole, shapes))
 
     async def whole(self, shapes: Shapes) -> Response:
@@ -126,21 +125,29 @@ class Exchange:
 
     def running(self, take: PieceTaker) -> Awaitable[None]:
         """As ``run``, within the exchange as a context manager: for those that wait without a
-        coroutine for that, if their keys have no limits.
+        coroutine for that, if what their keys have used is known.
         """
-        if self._asker.key.tenant.limited:
-            return self._admitted(take)
+        key = self._asker.key
+        if key.tenant.limited:
+            if not self._parts.limiter.knows(key.key_id, key.tenant):
+                return self._once_known(take)
+            self._admit()
         return self._merged(take)
 
     def _merged(self, take: PieceTaker) -> Awaitable[None]:
         return merged([choice.run for choice in self._choices], take)
 
-    async def _admitted(self, take: PieceTaker) -> None:
+    async def _once_known(self, take: PieceTaker) -> None:
+        await self._parts.limiter.learn(self._asker.key.key_id, self._asker.key.tenant)
+        self._admit()
+        await self._merged(take)
+
+    def _admit(self) -> None:
+        """Within the limits of its key."""
         key = self._asker.key
-        self._admission = await self._parts.limiter.admit(
+        self._admission = self._parts.limiter.admit_known(
             key.key_id, key.tenant, self._estimate(), self._scope, paced=self._asker.paced
         )
-        await self._merged(take)
 
     def _estimate(self) -> int:
         """Tokens that it may take: its prompts, each once, and as much output as was asked for."""
@@ -278,26 +285,23 @@ def _usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Usage:
     )
 
 
-class _Events:
+class _Events(EventStream):
     """An exchange as a stream of events."""
 
-    __slots__ = ("_choices", "_exchange", "_options", "_shapes", "_write")
+    __slots__ = ("_choices", "_exchange", "_options", "_shapes")
 
     def __init__(
         self, exchange: Exchange, choices: Sequence[Choice], shapes: Shapes, options: Options
     ) -> None:
+        super().__init__(within=exchange)
         self._exchange, self._choices = exchange, choices
         self._shapes, self._options = shapes, options
 
-    def run(self, write: Write) -> Awaitable[None]:
-        """Write all events but the last. No coroutine of its own: as many requests as wait would
-        each keep it.
-        """
-        self._write = write
+    def make(self) -> Awaitable[None]:
+        """No coroutine of its own: as many requests as wait would each keep it."""
         return self._exchange.running(self._take)
 
     def last(self) -> bytes:
-        """The events at the end."""
         if not self._options.include_usage:
             return sse.DONE
         return sse.event(self._shapes.usage_chunk(self._exchange.usage())) + sse.DONE
@@ -307,12 +311,12 @@ class _Events:
         choice.is_held = isinstance(piece.what, Held)
         if isinstance(piece.what, Held):
             if not any(each.is_held for each in self._choices[: piece.index]):
-                await self._write(sse.comment(progress_text(piece.what)))
+                await self.write(sse.comment(progress_text(piece.what)))
             return
         data = _events_of(choice, piece, piece.what, self._shapes)
         choice.opened = True
         if data:
-            await self._write(data)
+            await self.write(data)
 
 
 def _events_of(choice: Choice, piece: Piece, delta: Delta, shapes: Shapes) -> bytes:

@@ -19,8 +19,8 @@ from pilotlight.gateway.edge.errors import error_headers
 from pilotlight.gateway.edge.http import (
     STREAM_HEADERS,
     Answering,
-    EventStream,
     Write,
+    WrittenEvents,
     note_error,
 )
 from pilotlight.gateway.openai.api import Conversed
@@ -124,7 +124,7 @@ def narrated(conversed: Conversed, narrator: Narrator, *, stream: bool) -> ASGIA
 
     if not stream:
         return Answering(whole)
-    return EventStream(events, headers=narrator.headers, error_event=narrator.failed)
+    return WrittenEvents(events, headers=narrator.headers, error_event=narrator.failed)
 
 
 def in_shape(handler: Handler, error_body: ErrorBody) -> Handler:
