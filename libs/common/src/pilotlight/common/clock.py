@@ -60,8 +60,8 @@ class ManualClock:
 
 
 def busy_s() -> float:
-    """Processor time that this thread has taken, in seconds: what its work costs, whatever else
-    runs on the machine.
+    """Processor time that this thread has taken, in seconds: what its work costs, whatever else runs
+    on the machine.
     """
     return time.thread_time()
 

@@ -25,7 +25,7 @@ def columns(table: Table, *names: str) -> list[Column[Any]]:
 
 
 def given(*named: Column[Any], document: str = "rows") -> TableValuedAlias:
-    """The document's rows, in order; ``document``: its name where there are several."""
+    """The document's rows, in their order; ``document``: its name, where a statement has several."""
     rows = cast(bindparam(document, type_=Text), JSONB)
     valued = func.jsonb_to_recordset(rows).table_valued(*named)
     return valued.render_derived(name="given", with_types=True)
