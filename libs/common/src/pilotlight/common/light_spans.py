@@ -59,17 +59,11 @@ class LightSpan(NonRecordingSpan):
     @property
     def traceparent(self) -> str:
         """Its context as W3C says it: not sampled."""
-        if not self._traceparent:
-            trace_id, span_id = self._context[:2]
-            self._traceparent = f"00-{trace_id:032x}-{span_id:016x}-00"
-        return self._traceparent
-
-    def kept_traceparent(self) -> str:
-        """The same as of a trace that is sampled. Made anew: who asks keeps it, for as long as the
-        span lasts.
-        """
+        if self._traceparent:
+            return self._traceparent
+        # Not kept: many spans wait for long.
         trace_id, span_id = self._context[:2]
-        return f"00-{trace_id:032x}-{span_id:016x}-01"
+        return f"00-{trace_id:032x}-{span_id:016x}-00"
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Add what is known later."""

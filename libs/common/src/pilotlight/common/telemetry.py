@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import Token
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -253,7 +252,7 @@ def current_traceparent(*, keep: bool = False) -> str:
     """
     light = LightSpan.current.get()
     if light is not None:
-        return light.kept_traceparent() if keep else light.traceparent
+        return light.traceparent[:-2] + "01" if keep else light.traceparent
     if not otel_context.get_current():
         return ""
     current = current_span()
@@ -274,7 +273,7 @@ class _Spanned:
     context.
     """
 
-    __slots__ = ("_attributes", "_kind", "_light_token", "_name", "_parent", "_span", "_tokens")
+    __slots__ = ("_attributes", "_before", "_kind", "_name", "_parent", "_span", "_tokens")
 
     def __init__(
         self, name: str, kind: SpanKind, parent: Context | None, attributes: Attributes
@@ -282,7 +281,7 @@ class _Spanned:
         self._name, self._kind, self._parent, self._attributes = name, kind, parent, attributes
         self._span: Span = trace.INVALID_SPAN
         self._tokens: Tokens | None = None
-        self._light_token: Token[LightSpan | None] | None = None
+        self._before: LightSpan | None = None
 
     def __enter__(self) -> Span:
         tracer, before = _telemetry.tracer, current_span(self._parent)
@@ -300,7 +299,9 @@ class _Spanned:
             self._span = LightSpan(self._name, self._kind, parent, self._attributes)
         else:
             light = self._span = LightSpan(self._name, self._kind, None, self._attributes)
-            self._light_token = LightSpan.current.set(light)
+            # Without the token of a context variable: that would be kept as long.
+            self._before = LightSpan.current.get()
+            LightSpan.current.set(light)
             return light
         if current is not None:
             self._tokens = attach(current)
@@ -314,8 +315,8 @@ class _Spanned:
     ) -> None:
         if self._tokens is not None:
             detach(self._tokens)
-        if self._light_token is not None:
-            LightSpan.current.reset(self._light_token)
+        if self._span is LightSpan.current.get():
+            LightSpan.current.set(self._before)
         if error is None and type(self._span) is LightSpan:
             return
         if isinstance(error, Exception):

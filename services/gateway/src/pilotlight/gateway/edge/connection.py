@@ -195,7 +195,8 @@ class Connection(HttpToolsProtocol):
         # uvicorn has a coroutine around it, which logs errors: as many requests as wait would each
         # keep it.
         answering = app(cycle.scope, cast("ASGIReceiveCallable", answer), answer.send)
-        task = self.loop.create_task(cast("Coroutine[None, None, None]", answering))
+        # With a name that all share: each would get, and keep, one of its own.
+        task = self.loop.create_task(cast("Coroutine[None, None, None]", answering), name="answer")
         self.tasks.add(task)
         task.add_done_callback(answer.ended)
 

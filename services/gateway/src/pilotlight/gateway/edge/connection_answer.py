@@ -18,6 +18,7 @@ from pilotlight.gateway.edge.departure import Receiving
 log = structlog.get_logger()
 
 STATUS_START = b"HTTP/1.1 "
+_NO_BODY = bytearray()
 COMMENT = b":\n\n"
 """An event that is none. It may stand between any two parts of such an answer: each of those is
 whole events."""
@@ -117,7 +118,8 @@ class ConnectionAnswer(Receiving):
             return None
         cycle.flow.resume_reading()
         cycle.message_event.clear()
-        body, cycle.body = bytes(cycle.body), bytearray()
+        # All of it is there: nothing is added any more.
+        body, cycle.body = bytes(cycle.body), _NO_BODY
         return body
 
     def begin(

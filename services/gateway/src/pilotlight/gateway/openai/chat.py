@@ -32,7 +32,7 @@ from pilotlight.text.tools.parser import CallPiece
 class ChatShapes(Shapes):
     """Chat completions and their chunks."""
 
-    __slots__ = ("_created", "_id", "_logprobs", "_model", "_no_usage", "_tools")
+    __slots__ = ("_created", "_logprobs", "_model", "_no_usage", "_request_id", "_tools")
 
     def __init__(
         self,
@@ -42,12 +42,16 @@ class ChatShapes(Shapes):
         options: Options,
         tools: ToolUse = NO_TOOLS,
     ) -> None:
-        self._id = "chatcmpl-" + request_id.removeprefix("req-")
+        self._request_id = request_id
         self._model = model
         self._created = created_unix_s
         self._logprobs = options.logprobs
         self._tools = tools
         self._no_usage = None if options.include_usage else UNSET
+
+    @property
+    def _id(self) -> str:
+        return "chatcmpl-" + self._request_id.removeprefix("req-")
 
     def opening(self, index: int) -> ChatChunk:
         # With tools it is not known yet whether there will be content: no content is null for
