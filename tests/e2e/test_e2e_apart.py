@@ -41,7 +41,8 @@ def chat(system: RunningSystem, model: str) -> None:
 def cold_start(system: RunningSystem, model: str) -> dict[str, Any]:
     with system.admin() as admin:
         found = admin.get("/cold-starts", params={"model": model}).json()["cold_starts"]
-    done = [one for one in found if one["status"] == "done"]
+    # The first token is told by the gateway, and may be heard after the start's end.
+    done = [one for one in found if one["status"] == "done" and one["ttft_s"] is not None]
     return done[0] if len(done) == 1 else {}
 
 
