@@ -168,13 +168,15 @@ async def test_long_jobs_stand_in_front_of_nobody(world):
         await world.texts.encode(job(world, "x" * 100, times), owner)
         done.append(name)
 
-    flood = [asyncio.create_task(encode("flood", 4000, "flood")) for _ in range(8)]
+    flood = [asyncio.create_task(encode("flood", 4000, "flood")) for _ in range(16)]
     await pause(0)
     await asyncio.gather(
         encode("long", 4000, "other"), *(encode("short", 1, "flood") for _ in range(20))
     )
     assert done[-1] == "long"
-    assert done.count("flood") <= 3, done
+    # Its helper may have less of the processors than the others: how many end meanwhile is not said.
+    # In the order of their arrival 15 would.
+    assert done.count("flood") <= 11, done
     await asyncio.gather(*flood)
 
 
