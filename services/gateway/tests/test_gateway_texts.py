@@ -174,7 +174,7 @@ async def test_long_jobs_stand_in_front_of_nobody(world):
         encode("long", 4000, "other"), *(encode("short", 1, "flood") for _ in range(20))
     )
     assert done[-1] == "long"
-    # Its helper may have less of the processors than the others: how many end meanwhile is not said.
+    # Its helper may have less of the processors than the others: who knows how many end meanwhile.
     # In the order of their arrival 15 would.
     assert done.count("flood") <= 11, done
     await asyncio.gather(*flood)
