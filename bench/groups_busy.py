@@ -58,6 +58,18 @@ def computed_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / TICKS_PER_S
 
 
+def keep_apart(pids: list[int]) -> None:
+    """A core for each engine, as stages have on nodes of their own. One wakes the other, and the
+    system may have them take turns on one core while another one is idle.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(pids):
+        raise SystemExit(f"{len(pids)} engines need as many cores, and there are {len(cores)}")
+    for core, pid in zip(cores, pids, strict=False):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
+
+
 @dataclass(slots=True)
 class Window:
     """The time in which all requests have a first token and none has its last."""
@@ -168,6 +180,7 @@ async def measure(
             if len(places) != stages:
                 raise SystemExit(f"a start of {stages} stages was expected, and had {len(places)}")
             pids = [engines()[place] for place in places]
+            keep_apart(pids)
             for requests in loads:
                 found[str(requests)] = await asyncio.to_thread(
                     under_load, options, home, pids, requests, tokens

@@ -19,7 +19,7 @@ def system() -> Iterator[RunningSystem]:
     """A whole system with the demo model, whose link is slow enough that a cold start is seen."""
     with tempfile.TemporaryDirectory(prefix="pilotlight-ui-") as folder:
         os.chmod(folder, 0o711)
-        with running(Path(folder) / "home", "--with-demo-model", "--link", "50mbit") as started:
+        with running(Path(folder) / "home", "--with-demo-model", "--link", "20mbit") as started:
             yield started
 
 

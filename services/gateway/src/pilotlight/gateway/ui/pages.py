@@ -29,7 +29,7 @@ from pilotlight.gateway.ui.door import MOUNTED_AT
 from pilotlight.gateway.ui.templating import Templates
 from pilotlight.gateway.ui.waterfall import Interval, lane_of_node, of_cold_start, of_spans
 from pilotlight.policy.cluster import Liveness, Tier
-from pilotlight.policy.ids import NodeId
+from pilotlight.policy.ids import Digest, NodeId
 from pilotlight.policy.pooling import Task
 
 EVENTS_PER_PAGE = 50
@@ -231,12 +231,13 @@ class Pages:
         found = await self._parts.display.one(DECISIONS, start["decision_id"])
         decision = _decoded(found) if found is not None else None
         placements = _placements(decision)
-        going_on = self._going_on(start, placements) if start["status"] == "open" else []
         seen = [
             one.instance
             for one in self._parts.fleet.instances(start["model"])
             if one.instance.instance_id == instance_id
         ]
+        digest = seen[0].digest if seen else None
+        going_on = self._going_on(start, digest, placements) if start["status"] == "open" else []
         return {
             "start": start,
             "decision": decision,
@@ -256,10 +257,13 @@ class Pages:
         return "2s" if age.total_seconds() < LATE_S else ""
 
     def _going_on(
-        self, start: Mapping[str, Any], placements: Sequence[Mapping[str, Any]]
+        self,
+        start: Mapping[str, Any],
+        digest: Digest | None,
+        placements: Sequence[Mapping[str, Any]],
     ) -> list[Interval]:
         """Fetches of the model that are under way on the nodes of the start: no phase tells of them
-        before they end.
+        before they end. They are named by the first model that has the digest.
         """
         lanes = {
             node.node_id: lane_of_node(placements, node.node_id) if placements else ""
@@ -278,7 +282,8 @@ class Pages:
             )
             for node in self._parts.fleet.nodes()
             for transfer in node.transfers
-            if transfer.model == start["model"] and (lane := lanes[node.node_id]) is not None
+            if (transfer.digest == digest or transfer.model == start["model"])
+            and (lane := lanes[node.node_id]) is not None
         ]
 
     async def _event_values(self, request: Request) -> dict[str, Any]:
