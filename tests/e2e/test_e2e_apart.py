@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from embedded_system import RunningSystem, copied, eventually, running
 
+from pilotlight.common.clock import SystemClock
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LINK = "8mbit"
@@ -33,16 +35,19 @@ def system() -> Iterator[RunningSystem]:
             yield started
 
 
-def chat(system: RunningSystem, model: str) -> None:
+def chat(system: RunningSystem, model: str) -> float:
+    """Seconds until its two tokens are there."""
+    clock = SystemClock()
+    began_s = clock.monotonic_s()
     with system.openai() as client:
         client.completions.create(model=model, prompt="Hello", temperature=0, max_tokens=2)
+    return clock.monotonic_s() - began_s
 
 
 def cold_start(system: RunningSystem, model: str) -> dict[str, Any]:
     with system.admin() as admin:
         found = admin.get("/cold-starts", params={"model": model}).json()["cold_starts"]
-    # The first token is told by the gateway, and may be heard after the start's end.
-    done = [one for one in found if one["status"] == "done" and one["ttft_s"] is not None]
+    done = [one for one in found if one["status"] == "done"]
     return done[0] if len(done) == 1 else {}
 
 
@@ -57,7 +62,8 @@ def node_of(system: RunningSystem, model: str) -> str:
 
 def test_both_start_at_once_on_a_node_each_and_are_in_time(system: RunningSystem) -> None:
     with ThreadPoolExecutor(2) as clients:
-        list(clients.map(lambda name: chat(system, name), NAMES))
-    starts = [eventually(lambda name=name: cold_start(system, name)) for name in NAMES]
+        took_s = list(clients.map(lambda name: chat(system, name), NAMES))
+    for name in NAMES:
+        eventually(lambda name=name: cold_start(system, name))
     assert len({node_of(system, name) for name in NAMES}) == 2
-    assert max(one["ttft_s"] for one in starts) < SLO_S
+    assert max(took_s) < SLO_S
