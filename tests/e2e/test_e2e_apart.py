@@ -47,7 +47,8 @@ def chat(system: RunningSystem, model: str) -> float:
 def cold_start(system: RunningSystem, model: str) -> dict[str, Any]:
     with system.admin() as admin:
         found = admin.get("/cold-starts", params={"model": model}).json()["cold_starts"]
-    done = [one for one in found if one["status"] == "done"]
+    # It may be ready a moment before its first token is told of.
+    done = [one for one in found if one["status"] == "done" and one["ttft_s"] is not None]
     return done[0] if len(done) == 1 else {}
 
 
@@ -63,7 +64,7 @@ def node_of(system: RunningSystem, model: str) -> str:
 def test_both_start_at_once_on_a_node_each_and_are_in_time(system: RunningSystem) -> None:
     with ThreadPoolExecutor(2) as clients:
         took_s = list(clients.map(lambda name: chat(system, name), NAMES))
-    for name in NAMES:
-        eventually(lambda name=name: cold_start(system, name))
+    starts = [eventually(lambda name=name: cold_start(system, name)) for name in NAMES]
+    assert max(one["ttft_s"] for one in starts) < SLO_S
     assert len({node_of(system, name) for name in NAMES}) == 2
     assert max(took_s) < SLO_S

@@ -233,3 +233,14 @@ def test_a_start_that_nobody_waited_for_ends_when_it_is_ready() -> None:
         reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=end)) == one
     )
     assert sample_of(one, model(), DeviceKind.SIM) is None
+
+
+def test_a_request_handed_over_while_it_loaded_ends_a_start_that_is_ready() -> None:
+    one = readied(record(), 100.6)
+    end = FirstToken(request_id=RequestId("r"), at_s=101.1, wall_offset_s=50.0, arrived_s=99.9)
+    one = reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=end))
+    assert (one.status, one.ttft_s, one.end_s) == ("done", pytest.approx(1.2), 101.1)
+    other = FirstToken(request_id=RequestId("s"), at_s=102.0, wall_offset_s=50.0, arrived_s=100.0)
+    assert (
+        reported(one, PhaseReport(instance_id=InstanceId("i"), phases=(), first_token=other)) == one
+    ), "the earliest ends it"

@@ -108,18 +108,17 @@ def merged(record: ColdStart, phases: Sequence[Phase]) -> ColdStart:
 def reported(record: ColdStart, report: PhaseReport) -> ColdStart:
     """The record after a report; the earliest first token ends it."""
     record = merged(record, report.phases)
-    if (
-        report.first_token is None
-        or record.status == "abandoned"
-        or (record.closed and record.ttft_s is None)
-    ):
+    first = report.first_token
+    if first is None or record.status == "abandoned":
         return record
-    at_s = aligned_s(
-        report.first_token.at_s, report.first_token.wall_offset_s, record.wall_offset_s
-    )
-    if record.end_s is not None and record.end_s <= at_s:
-        return record
-    return _ended(record, at_s, report.first_token)
+    at_s = aligned_s(first.at_s, first.wall_offset_s, record.wall_offset_s)
+    arrived_s = aligned_s(first.arrived_s, first.wall_offset_s, record.wall_offset_s)
+    if record.end_s is not None:
+        # Ready, and no gateway held a request: one may have been handed over while it loaded.
+        unseen = record.ttft_s is None and arrived_s < record.end_s
+        if not unseen and (record.ttft_s is None or record.end_s <= at_s):
+            return record
+    return _ended(record, at_s, first)
 
 
 def readied(record: ColdStart, at_s: float) -> ColdStart:
