@@ -22,10 +22,11 @@ from pilotlight.common.errors import NotLeader
 from pilotlight.common.waiting import within
 from pilotlight.policy.ids import Epoch
 
-LEASE_S = 2.5
+LEASE_S = 2.25
 """After this much silence of its holder any scheduler may take the lease."""
-RENEW_S = 1.0
-IDLE_S = 2.0
+RENEW_S = 0.75
+"""What is left when it is renewed is what a holder or its database may stand still for."""
+IDLE_S = 1.75
 """Silence in the middle of a transaction that locks the lease's row, after which the database ends
 it: less than a lease."""
 DEADLINE_S = 1.0
