@@ -11,7 +11,6 @@ from pilotlight.policy.coldstart.chosen import KnownStarts
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.books import Books, Record, forget_at_s, refreshed
 from pilotlight.policy.control.fetches import newcomers
-from pilotlight.policy.control.focus import EARLY_S
 from pilotlight.policy.control.holds import disagreement, fetches_of, stages_of, upstreams_of
 from pilotlight.policy.control.line import looked_at
 from pilotlight.policy.control.plan import (
@@ -165,7 +164,7 @@ def plain_tick(
             model, seen, asked_rules, excluded, known=known, instances=instances
         )
 
-    tries = Tries(facts, memory, rules, waited_for, choose)
+    tries = Tries(facts, memory, rules, waited_for.__contains__, choose)
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)
     tell, repeat, told_nodes, told_workers = _tell(draft.books, facts, memory, rules)
     return Plan(
@@ -177,9 +176,7 @@ def plain_tick(
             surplus_since_s=scaled.surplus_since_s,
             told_nodes=Table[NodeId, Told]().put(told_nodes),
             told_workers=Table[WorkerId, Told]().put(told_workers),
-            repeated_s=now_s
-            if now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
-            else memory.repeated_s,
+            repeated_s=now_s if rules.repeated(now_s - memory.repeated_s) else memory.repeated_s,
         ),
         changes=changes,
         drain=tuple(draft.drains),
@@ -291,13 +288,11 @@ def _tell(
     def news(told: Mapping[Key, Told], receivers: Iterable[Key]) -> list[Key]:
         return [one for one in receivers if one not in told or told[one].essence != essences[one]]
 
-    repeats = now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
+    repeated = rules.repeated(now_s - memory.repeated_s)
 
     def late(told: Mapping[Key, Told], but: Iterable[Key]) -> list[Key]:
-        if not repeats:
-            return []
         left = sorted((one.at_s, key) for key, one in told.items() if key not in but)
-        return [key for at_s, key in left if at_s <= now_s - rules.repeat_s][: rules.repeat_limit]
+        return [key for at_s, key in left if at_s <= now_s - rules.repeat_s][:repeated]
 
     tell_nodes, tell_workers = news(told_nodes, nodes), news(told_workers, workers)
     disputed = [one for one in workers if one not in tell_workers and is_disputed(one)]

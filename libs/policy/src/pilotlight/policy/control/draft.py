@@ -1,12 +1,12 @@
 """The world while a tick changes it: books, and the indexes that follow from them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import replace
-from typing import TypeVar
 
-from pilotlight.policy.cluster import NodeFacts, Tier, WorkerFacts
+from pilotlight.policy.cluster import NodeFacts, WorkerFacts
 from pilotlight.policy.coldstart.chosen import KnownStarts
 from pilotlight.policy.coldstart.contention import INTO, FetchBooks, incoming
 from pilotlight.policy.control.books import Books, Record
@@ -14,24 +14,19 @@ from pilotlight.policy.control.fetches import kept_up, newcomers
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.glance import Glances
 from pilotlight.policy.control.growing import most_targets
-from pilotlight.policy.control.index import Index
+from pilotlight.policy.control.index import Index, host_digests
 from pilotlight.policy.control.known_room import KnownRoom, Needs
 from pilotlight.policy.control.plan import ControlFacts, ControlRules
 from pilotlight.policy.control.reconcile import Change, drain_of, moved
 from pilotlight.policy.control.rooms import Slot, slot_of
 from pilotlight.policy.control.shapes import LinkUse, Shape, is_usable
 from pilotlight.policy.control.splitting import instances_of
-from pilotlight.policy.control.table import Table
 from pilotlight.policy.estimates import estimates_of
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.placement import PlacementRules, committed_bytes, room_on
 from pilotlight.policy.plan import Instance, InstanceState, Snapshot
 from pilotlight.policy.request import Demand
 from pilotlight.policy.scaling import Drain
-
-Key = TypeVar("Key", bound=str)
-Fact = TypeVar("Fact")
-
 
 NOTHING_PROMISED: Mapping[WorkerId, int] = {}
 
@@ -58,11 +53,19 @@ class Draft:
         self.drains: list[Drain] = []
         self.needs, self.glances = Needs(), Glances(facts.nodes)
         self._known_rooms: list[KnownRoom] = []
+        self._unplaced: set[WorkerId] = set()
+        """Workers with changes that their rooms do not show before ``hear``."""
+
+    def kept(self) -> "Draft":
+        """As it is now, to be looked at, whatever happens to this one. Nothing may happen to it."""
+        one = copy(self)
+        one._known_rooms = []
+        return one
 
     # Changes.
 
-    def move(self, changes: Iterable[Change]) -> None:
-        """Take changes for done."""
+    def move(self, changes: Iterable[Change], *, placed: bool = True) -> None:
+        """Take changes for done. ``placed``: and bring rooms up to date; else ``hear`` does."""
         epoch, now_s = self.facts.term.epoch, self.facts.now_s
         news: dict[InstanceId, Record] = {}
         for change in changes:
@@ -74,7 +77,7 @@ class Draft:
             become = instances_of(before, change.become, epoch, now_s)
             for one in (after, *(Record(instance=one, model=record.model) for one in become)):
                 news[one.instance.instance_id] = one
-        self.put(*news.values())
+        self._put(news.values(), placed=placed)
 
     def drain(self, drains: Iterable[Drain]) -> None:
         """Take drains for done, but for those of instances that drain already."""
@@ -92,12 +95,18 @@ class Draft:
 
     def put(self, *records: Record) -> None:
         """Take records in; what follows in this tick counts them."""
+        self._put(records)
+
+    def _put(self, records: Collection[Record], *, placed: bool = True) -> None:
         if not records:
             return
         known = self.books.records.among(one.instance.instance_id for one in records)
         self.books = self.books.put(*records)
         self.moved.update((one.instance.instance_id, one) for one in records)
         places = [placement for one in records for placement in one.instance.placements]
+        if not placed:
+            self._unplaced.update(one.worker_id for one in places)
+            return
         begun = [one for one in records if one.tentative]
         linked = frozenset[WorkerId]()
         if self.rules.scheme.choice is not None:
@@ -168,11 +177,11 @@ class Draft:
         facts = self.facts
         told = {node_id: facts.nodes.get(node_id) for node_id in nodes}
         told = {key: one for key, one in told.items() if one is not self.nodes.find(key)}
-        self.nodes = _put(self.nodes, told)
-        self.copies = self.copies.put({key: _host_digests(one) for key, one in told.items()})
+        self.nodes = self.nodes.told(told)
+        self.copies = self.copies.put({key: host_digests(one) for key, one in told.items()})
         views = {key: facts.workers.get(key) for key in workers}
         views = {key: one for key, one in views.items() if one is not self.views.find(key)}
-        self.views = _put(self.views, views)
+        self.views = self.views.told(views)
         homes = {
             key: frozenset[NodeId]() if one is None else frozenset((one.facts.node_id,))
             for key, one in views.items()
@@ -199,7 +208,7 @@ class Draft:
         }
         # Most reports of a node tell of copies alone, and leave its workers where they are.
         beside = {one for one in elsewhere if self._is_beside(one, usable)}
-        self.place({*workers, *(elsewhere - beside)}, frozenset(linked | beside))
+        self.place({*workers, *self._unplaced, *(elsewhere - beside)}, frozenset(linked | beside))
 
     def place(
         self,
@@ -380,19 +389,3 @@ class Draft:
     def instances_of(self, model: ModelName) -> tuple[Instance, ...]:
         """All of a model, ended ones too."""
         return tuple(self.books.records[one].instance for one in self.books.by_model.get(model, ()))
-
-
-def _put(table: Table[Key, Fact], news: Mapping[Key, Fact | None]) -> Table[Key, Fact]:
-    """With other facts of some; None: they are gone."""
-    return table.put(
-        {key: one for key, one in news.items() if one is not None},
-        [key for key, one in news.items() if one is None],
-    )
-
-
-def _host_digests(node: NodeFacts | None) -> frozenset[Digest]:
-    return (
-        frozenset(copy.digest for copy in node.copies if copy.tier is Tier.HOST and copy.parts)
-        if node is not None
-        else frozenset()
-    )

@@ -129,12 +129,8 @@ def _reported_of(
 def _pending_bytes(node: NodeFacts, record: Record, placement: Placement) -> float | None:
     """What a node still misses of a stage; None where its report does not say."""
     digest = record.instance.digest
-    there = {
-        part
-        for copy in node.copies
-        if copy.digest == digest and copy.tier is Tier.HOST
-        for part in copy.parts
-    }
+    copies = [one for one in node.copies if one.digest == digest]  # Of hundreds, for each fetch.
+    there = {part for one in copies if one.tier is Tier.HOST for part in one.parts}
     if there.issuperset(placement.parts_of(record.model.spec)):
         return 0.0
     found = [one for one in node.transfers if one.digest == digest]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pilotlight.policy.cluster import NodeFacts, WorkerView
+from pilotlight.policy.cluster import NodeFacts, Tier, WorkerView
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.control.focus import NOTHING, Dues, Focus
 from pilotlight.policy.control.rooms import Rooms
@@ -97,3 +97,11 @@ class Index:
     """Nodes that an operator wants to be empty."""
     restless: Focus = NOTHING
     """What the last tick decided something about: whether that has happened is looked at again."""
+
+
+def host_digests(node: NodeFacts | None) -> frozenset[Digest]:
+    """Models of which a node's host pool has parts; of a node that is gone none."""
+    if node is None:
+        return frozenset()
+    # Of hundreds of copies, whenever one has come.
+    return frozenset([copy.digest for copy in node.copies if copy.tier is Tier.HOST and copy.parts])

@@ -8,7 +8,7 @@ from pilotlight.policy.arrivals import NO_ARRIVALS, RecentArrivals
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books
-from pilotlight.policy.control.focus import Focus, Visited
+from pilotlight.policy.control.focus import EARLY_S, Focus, Visited
 from pilotlight.policy.control.holds import PartFetch, StageHold
 from pilotlight.policy.control.index import Index
 from pilotlight.policy.control.reconcile import Change, ReconcileRules
@@ -58,8 +58,8 @@ class ControlRules:
     """Workers, and nodes, that are told again in one tick because of the time alone, those first
     that were told longest ago."""
     repeat_every_s: float = 0.2
-    """No sooner after such a tick the next one tells some again: under load ticks follow each other
-    at once, and each would have as many repeated as one at rest."""
+    """So long after such a tick as many are told again, sooner fewer: under load ticks follow each
+    other at once, and each has its share."""
     explained_workers: int = 64
     """In a cluster of no more workers than this, a decision's record has all of them. Else it has
     those that could be the answer."""
@@ -70,6 +70,10 @@ class ControlRules:
     commanded."""
     learned_s: float = 0.3
     """How long a standby that has listened for that long waits for workers that are silent."""
+
+    def repeated(self, since_s: float) -> int:
+        """How many workers, and nodes, are told again so long after that was done last."""
+        return int(self.repeat_limit * min(1.0, (since_s + EARLY_S) / self.repeat_every_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -102,7 +102,7 @@ class Tries:
         facts: ControlFacts,
         memory: Memory,
         rules: ControlRules,
-        waited_for: set[ModelName],
+        is_wanted: Callable[[ModelName], bool],
         choose: Choose,
     ) -> None:
         self._facts = facts
@@ -119,20 +119,20 @@ class Tries:
         self.backing = {
             model: one
             for model, one in memory.backing.items()
-            if model in waited_for and model not in over
+            if model not in over and is_wanted(model)
         }
         self.tries = {
             model: one
             for model, one in memory.tries.items()
-            if model in waited_for and model not in over
+            if model not in over and is_wanted(model)
         }
         for refusal in facts.refusals:
-            if refusal.model in waited_for:
+            if is_wanted(refusal.model):
                 self.tries[refusal.model] = (*self.tries.get(refusal.model, ()), refusal)
 
     def take(
         self,
-        turns: Sequence[Turn],
+        turns: Iterable[Turn],
         starts: Iterable[Start],
         draft: Drafted,
         demand: tuple[Demand, ...],

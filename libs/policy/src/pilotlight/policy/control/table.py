@@ -34,6 +34,13 @@ class Table(Mapping[Key, Value]):
                 length -= 1
         return Table(tuple(chunks), length) if copied else self
 
+    def told(self, news: "Mapping[Key, Value | None]") -> "Table[Key, Value]":
+        """With what is known of some now; None: nothing any more."""
+        return self.put(
+            {key: one for key, one in news.items() if one is not None},
+            [key for key, one in news.items() if one is None],
+        )
+
     def __getitem__(self, key: Key) -> Value:
         return self._chunks[hash(key) % CHUNKS][key]
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from pilotlight.policy.cluster import NodeFacts, Tier
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.draft import Draft
-from pilotlight.policy.control.focus import EARLY_S, Dues, Visited
+from pilotlight.policy.control.focus import Dues, Visited
 from pilotlight.policy.control.holds import (
     Essence,
     PartFetch,
@@ -70,8 +70,8 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
     digests = look.digests | {one.instance.digest for one in draft.moved.values()}
     facts, rules, books = draft.facts, draft.rules, draft.books
     chains, rechained = _chained(draft, index, nodes, digests)
-    repeats = facts.now_s - memory.repeated_s >= rules.repeat_every_s - EARLY_S
-    late_s = facts.now_s - rules.repeat_s if repeats else -math.inf
+    repeated = rules.repeated(facts.now_s - memory.repeated_s)
+    late_s = facts.now_s - rules.repeat_s
 
     def fetches(node_id: NodeId) -> NodeTold:
         here = {one.instance.digest for one in books.bringing_on(node_id)}
@@ -108,10 +108,10 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
             to_workers.look(worker_id, holds, _reached(wanted, facts), disputed=disputed)
         else:
             to_workers.forget(worker_id)
-    for node_id in to_nodes.late(late_s, rules.repeat_limit):
+    for node_id in to_nodes.late(late_s, repeated):
         fetched = fetches(node_id)
         to_nodes.again(node_id, fetched, _said(fetched.fetches))
-    for worker_id in to_workers.late(late_s, rules.repeat_limit):
+    for worker_id in to_workers.late(late_s, repeated):
         said = _reached(essences_of(worker_id, books), facts)
         to_workers.again(worker_id, holds(worker_id), said)
     return Telling(
@@ -119,7 +119,7 @@ def telling(draft: Draft, memory: Memory, look: Look) -> Telling:
         repeat=Holds(nodes=tuple(to_nodes.repeat), workers=tuple(to_workers.repeat)),
         told_nodes=to_nodes.told,
         told_workers=to_workers.told,
-        repeated_s=facts.now_s if repeats else memory.repeated_s,
+        repeated_s=facts.now_s if repeated else memory.repeated_s,
         index=replace(
             draft.indexed, chains=chains, nodes_due=to_nodes.dues, workers_due=to_workers.dues
         ),
@@ -189,6 +189,8 @@ class _Receivers(Generic[Key, Message]):
 
     def late(self, late_s: float, limit: int) -> list[Key]:
         """Some of those that were told no later than this, and not now."""
+        if not limit:
+            return []
         found = self._dues.until(late_s, limit + len(self._news) + len(self._gone))
         return [key for key in found if key not in self._news and key not in self._gone][:limit]
 

@@ -61,8 +61,11 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
         memory: What the tick before handed on.
         rules: Figures of the decisions.
     """
-    asked = facts.asked.union(one.model for one in facts.demand)
+    everybody = facts.demand
     facts = replace(facts, demand=looked_at(facts, memory, rules))
+    left_out = facts.asked
+    if len(facts.demand) < len(everybody):
+        left_out = left_out.union(one.model for one in everybody)
     look = Look(facts, memory)
     used = look.read(_with_wanted(facts.demand, memory.wanted, rules))
     records = look.records(used)
@@ -74,23 +77,25 @@ def tick(facts: ControlFacts, memory: Memory, rules: ControlRules) -> Plan:
     if not deaf and any(one.lost for one in changes):
         spares = Spares(books=used, workers=facts.workers, nodes=facts.nodes, room=draft.free_on)
         changes = with_repairs(changes, spares)
-    draft.move(changes)
+    draft.move(changes, placed=False)
     if deaf or not has_learned(facts, draft.books, rules):  # 2
         plan = Plan(books=used.settled(), memory=replace(memory, index=None), changes=changes)
     else:
         draft.hear(look.workers, look.nodes, look.instances)
-        plan = replace(_decided(look, draft, memory, asked), books=used.settled(), changes=changes)
+        plan = replace(
+            _decided(look, draft, memory, left_out), books=used.settled(), changes=changes
+        )
     return replace(plan, visited=replace(plan.visited, instances=len(records)))
 
 
-def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelName]) -> Plan:
+def _decided(look: Look, draft: Draft, memory: Memory, left_out: frozenset[ModelName]) -> Plan:
     """Steps 3 to 10.
 
     Args:
         look: What is looked at.
         draft: The world.
         memory: What the tick before handed on.
-        asked: Models with demand, also those that are not looked at.
+        left_out: Models with demand that is not looked at, among others.
     """
     facts, rules, used = draft.facts, draft.rules, draft.books
     # Those of starts that this tick decides are booked by the next one, under their own names.
@@ -115,10 +120,14 @@ def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelNam
     } | dict(scaled.surplus_since_s)
     draft.drain(scaled.drains)
     starts = {start.model: start for start in scaled.starts}
-    turns, places = turns_of(starts, draft, demand, memory)  # 7
+    turns = turns_of(starts, draft, demand, memory)  # 7
     draft.drain(turns.drains)
     tries = Tries(
-        facts, memory, rules, waited_for | starts.keys() | asked, partial(choose_among, draft=draft)
+        facts,
+        memory,
+        rules,
+        lambda model: model in waited_for or model in starts or model in left_out,
+        partial(choose_among, draft=draft),
     )
     tries.take(turns.turns, scaled.starts, draft, demand, wanted)  # 8
     changed = (draft.books.records[one] for one in draft.seen(look.instances))
@@ -169,7 +178,7 @@ def _decided(look: Look, draft: Draft, memory: Memory, asked: frozenset[ModelNam
         repeat=told.repeat,
         longest_wait_s=turns.longest_wait_s,
         visited=replace(
-            told.visited, models=len(models), places=places, candidates=tries.looked_at
+            told.visited, models=len(models), places=turns.places, candidates=tries.looked_at
         ),
     )
 

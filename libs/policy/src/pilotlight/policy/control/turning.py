@@ -1,29 +1,68 @@
 """Whose turn it is: ``turns`` over the workers that can be a place.
 
 Mostly there is room for every model of the line, and the index knows where the most of it is: then
-nothing has to be known of instances that could make room, and no snapshot is made.
+nothing has to be known of instances that could make room, and no snapshot is made. Where workers
+have free room enough for a whole line, even if each of its models had one of its own, only the
+first turns are worked out: a tick begins a few starts, and mostly the first of the line.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 
 from pilotlight.policy.control.draft import Draft
+from pilotlight.policy.control.known_room import KnownRoom
 from pilotlight.policy.control.plan import NO_ROOM, Memory
+from pilotlight.policy.control.shapes import Shape
 from pilotlight.policy.control.shortlist import for_turns, having
 from pilotlight.policy.drain import staying
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.places import Place
 from pilotlight.policy.request import Demand
-from pilotlight.policy.scaling import Start
-from pilotlight.policy.turns import Line, TurnPlan, line_up, plan_turns, share_room
+from pilotlight.policy.scaling import Drain, Start
+from pilotlight.policy.turns import Line, Turn, TurnPlan, line_up, plan_turns, share_room
+
+FEW = 2
+"""Turns more than a tick begins starts that are worked out before anybody asks for others."""
+
+
+class Turned:
+    """Turns in their order, and the instances that make room."""
+
+    def __init__(self, plan: TurnPlan, places: int = 0) -> None:
+        """A plan of all turns, and the workers that were compared for it."""
+        self.turns: Iterable[Turn] = plan.turns
+        self.drains: tuple[Drain, ...] = plan.drains
+        self.longest_wait_s = plan.longest_wait_s
+        self.places = places
+
+    @classmethod
+    def one_by_one(cls, line: Line, draft: Draft) -> "Turned":
+        """Of a line of which every model is sure of free room, as the draft is now."""
+        turned = cls(TurnPlan(longest_wait_s=line.longest_wait_s))
+        turned.turns = turned._worked_out(line, draft.kept())
+        return turned
+
+    def _worked_out(self, line: Line, draft: Draft) -> Iterator[Turn]:
+        """What the first models take does not depend on those behind them."""
+        first = line.first[: draft.facts.most_starts(draft.rules) + FEW]
+        few = replace(line, everyone=first, first=first)
+        so_far = 0
+        for some in (few, line) if len(few.everyone) < len(line.everyone) else (line,):
+            places = _roomiest(some, draft)
+            self.places = len(places)
+            plan = share_room(some, places)
+            assert plan is not None, "every model was sure of room"
+            yield from plan.turns[so_far:]
+            so_far = len(plan.turns)
 
 
 def turns_of(
     starts: Mapping[ModelName, Start], draft: Draft, demand: tuple[Demand, ...], memory: Memory
-) -> tuple[TurnPlan, int]:
-    """The models that may start, and the instances that make room; how many workers were compared
-    for that.
+) -> Turned:
+    """The models that may start, and the instances that make room.
 
     Args:
         starts: What is to start, by model.
@@ -32,25 +71,26 @@ def turns_of(
         memory: Which models were refused, and why.
     """
     if not starts and not demand:
-        return TurnPlan(), 0
+        return Turned(TurnPlan())
     rules = draft.rules.turns
     backing = ((model, memory.backing.get(model)) for model in starts)
     blocked = frozenset(model for model, one in backing if one is not None and one.code != NO_ROOM)
     if starts and not draft.facts.drains:
         line = _line(starts, demand, draft, blocked)
-        places = _roomiest(line, draft)
+        if line.first and _is_sure(line, draft):
+            return Turned.one_by_one(line, draft)
+        places = _with_room(line, draft)
         plan = share_room(line, places) if places or not line.first else None
         if plan is not None:
-            return plan, len(places)
+            return Turned(plan, len(places))
     workers = for_turns(starts, demand, draft, rules) if starts else frozenset[WorkerId]()
     books = draft.books
     present = {
         books.records[key].instance.model for one in workers for key in books.by_worker.get(one, ())
     }
     models = {*starts, *(one.model for one in demand), *present}
-    return plan_turns(
-        staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked
-    ), len(workers)
+    plan = plan_turns(staying(draft.slice(models, workers, demand=demand)), starts, rules, blocked)
+    return Turned(plan, len(workers))
 
 
 def _line(
@@ -65,24 +105,59 @@ def _line(
     return line_up(models, demand, served, draft.rules.turns, blocked)
 
 
-def _roomiest(line: Line, draft: Draft) -> list[Place]:
-    """Places among which the line shares out its room: of every shape one more than its models can
-    take from each other, and those on which room is on its way; none where some model fits on none
-    of them.
+def _is_sure(line: Line, draft: Draft) -> bool:
+    """Whether of one shape so many workers have room for any model of the line that each would find
+    one which no other has taken, and which has no instance of it.
     """
-    room_on, rooms, facts = draft.known_room(draft.rules.turns.placement), draft.rooms, draft.facts
+    count = _places_of(line, draft)
+    for shape, shelves in draft.rooms.shapes.items():
+        if len(shelves.free.ranked) < count:
+            continue
+        least_bytes = next(islice(reversed(shelves.free.ranked), count - 1, None))[0]
+        if _most_needed(line, shape.granule_bytes, draft) <= least_bytes:
+            return _pools_hold(line, shape)
+    return False
+
+
+def _places_of(line: Line, draft: Draft) -> int:
+    """One more than the models of a line can take from each other."""
+    there = (len(having(one.name, draft)) for one in line.first if one.name in draft.books.by_model)
+    return len(line.first) + 1 + max(there, default=0)
+
+
+def _most_needed(line: Line, granule_bytes: int, draft: Draft) -> int:
+    return max(draft.needs.of(model, granule_bytes) for model in line.first)
+
+
+def _pools_hold(line: Line, shape: Shape) -> bool:
+    """Whether host pools of a shape could hold each model. Many have parts of the same sizes."""
+    alike = {model.spec.part_bytes: model for model in line.first}
+    return all(map(shape.pool_holds, alike.values()))
+
+
+def _with_room(line: Line, draft: Draft) -> list[Place]:
+    """Places for a line; none where some model fits on none of them."""
+    room_on = draft.known_room(draft.rules.turns.placement)
     most: dict[int, int] = {}
-    for shape in rooms.shapes:
+    for shape in draft.rooms.shapes:
         granule_bytes = shape.granule_bytes
         most[granule_bytes] = max(most.get(granule_bytes, 0), room_on.most(shape))
     if not all(_fits(model, most, draft) for model in line.first):
         return []
+    return _roomiest(line, draft)
+
+
+def _roomiest(line: Line, draft: Draft) -> list[Place]:
+    """Places among which the line shares out its room: of every shape one more than its models can
+    take from each other, and those on which room is on its way.
+    """
+    rooms, facts = draft.rooms, draft.facts
+    room_on: KnownRoom = draft.known_room(draft.rules.turns.placement)
     there = defaultdict[WorkerId, set[ModelName]](set)
-    on = {model.name: having(model.name, draft) for model in line.first}
-    for name, worker_ids in on.items():
-        for worker_id in worker_ids:
-            there[worker_id].add(name)
-    count = len(line.first) + 1 + max(map(len, on.values()), default=0)
+    for model in line.first:
+        for worker_id in having(model.name, draft):
+            there[worker_id].add(model.name)
+    count = _places_of(line, draft)
     found = {one for one in rooms.leaving if rooms.slots[one].shape is not None}
     for shape in rooms.shapes:
         found.update(rooms.roomiest(shape, room_on, count))
