@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rest-s", type=float, default=20.0, help="of the live part")
     parser.add_argument("--load-s", type=float, default=40.0, help="of the live part")
     parser.add_argument(
-        "--settle-s", type=float, default=60.0, help="to come to rest in, at most; the live part"
+        "--settle-s", type=float, default=120.0, help="to come to rest in, at most; the live part"
     )
     parser.add_argument("--out", type=Path, help="a file for the document, written after each part")
     parser.add_argument(

@@ -1,7 +1,8 @@
 """Many nodes in one process, for ``control_live.py``: loaders and workers as others hear of them.
 
 Each node is a ``NodeTeller``, as in a loader. Its workers obey commands at once: a stage loads for
-``LOAD_S`` and is ready; a stage that is not in a command any more is gone. Nothing is computed.
+``LOAD_S`` and is ready; a stage that is to drain, or is not in a command any more, is gone. Nothing
+is computed.
 
 Every process hears the commands of all nodes and leaves those of others alone.
 """
@@ -238,7 +239,10 @@ class Players:
             changed = True
         for instance_id, one in wanted.items():
             before = held.get(instance_id)
-            if before is None:
+            if one.draining:  # It serves nobody, and goes at once.
+                changed |= held.pop(instance_id, None) is not None
+                node.ready_s.pop(instance_id, None)
+            elif before is None:
                 self._commanded.setdefault(instance_id, wall_s)
                 held[instance_id] = HeldStage(
                     instance_id=instance_id,
@@ -257,8 +261,7 @@ class Players:
                 )
                 changed = True
             elif before.generation != one.generation:
-                state = HeldState.DRAINING if one.draining else before.state
-                held[instance_id] = replace(before, generation=one.generation, state=state)
+                held[instance_id] = replace(before, generation=one.generation)
                 changed = True
         if changed:
             node.say_worker(worker_id, now_s)

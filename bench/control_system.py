@@ -29,6 +29,7 @@ from pilotlight.common.db.migrate import MigrateSettings, migrate
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.natsconf import ADMIN, StreamSettings, ensure_streams, server_config
 from pilotlight.common.settings import BusSettings
+from pilotlight.common.waiting import pause
 from pilotlight.policy.testing import model
 
 GIB = 1 << 30
@@ -50,8 +51,9 @@ class LiveSize:
     players: int = 2
     rest_s: float = 20.0
     load_s: float = 40.0
-    settle_s: float = 60.0
+    settle_s: float = 120.0
     """To come to rest in, at most."""
+    failovers: int = 3
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ class Live:
         self._servers: list[NatsServer | PostgresServer] = []
         self._environment = {**os.environ, "PILOTLIGHT_LOG_LEVEL": "warning"}
         self._logs: list[Any] = []
+        self._spawned: dict[str, tuple[list[str], Any]] = {}
 
     async def start(self) -> None:
         """Servers, rows of models, services, nodes."""
@@ -146,10 +149,24 @@ class Live:
             log.close()
 
     def _spawn(self, name: str, command: Iterable[str], environment: Any) -> None:
-        log = (self.home.logs / f"{name}.log").open("wb")
+        log = (self.home.logs / f"{name}.log").open("ab")
         self._logs.append(log)
-        process = subprocess.Popen(list(command), env=environment, stdout=log, stderr=log)
+        arguments = list(command)
+        process = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
         self.processes[name] = Process(name, process)
+        self._spawned[name] = arguments, environment
+
+    async def start_anew(self, name: str, deadline_s: float) -> bool:
+        """Start a service that has ended once more; whether it answers in time."""
+        self.processes[name].process.wait()
+        self._spawn(name, *self._spawned[name])
+        until_s = self.clock.monotonic_s() + deadline_s
+        while self.clock.monotonic_s() < until_s:
+            with suppress(httpx2.TransportError):
+                await self.metrics(name)
+                return True
+            await pause(0.1)
+        return False
 
     def _register(self) -> None:
         rows = (
