@@ -12,6 +12,7 @@ from pilotlight.common.report_style import ReportStyle
 from pilotlight.common.service import Application, Context
 from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler.election import Election
+from pilotlight.scheduler.garbage import between_turns
 from pilotlight.scheduler.handlers import LeaderSubjects, Listening
 from pilotlight.scheduler.leader import Term
 from pilotlight.scheduler.lease import Fence, Lease
@@ -43,18 +44,20 @@ async def build(context: Context[SchedulerSettings]) -> Application:
     lease = Lease(database, f"{context.service}-{context.incarnation}", context.clock)
 
     async def lead(epoch: Epoch) -> None:
-        term = Term(
-            term_context, Fence(database, lease.holder, epoch), lambda: election.check(epoch)
-        )
-        await term.load()
-        subjects = LeaderSubjects(context, term, listening, world)
-        try:
-            await subjects.start()
-            await term.lead()
-        except BusUnavailable as error:
-            raise NotLeader(f"NATS cannot be led over: {error.message}") from error
-        finally:
-            await subjects.stop()
+        # From the first row on: a look at what was read is no part of a takeover.
+        with between_turns(context.clock.monotonic_s()):
+            term = Term(
+                term_context, Fence(database, lease.holder, epoch), lambda: election.check(epoch)
+            )
+            await term.load()
+            subjects = LeaderSubjects(context, term, listening, world)
+            try:
+                await subjects.start()
+                await term.lead()
+            except BusUnavailable as error:
+                raise NotLeader(f"NATS cannot be led over: {error.message}") from error
+            finally:
+                await subjects.stop()
 
     election = Election(lease, lead, world.epoch_seen, context.clock, context.background)
     return Application(

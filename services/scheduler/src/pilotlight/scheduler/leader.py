@@ -153,8 +153,7 @@ class Term:
             NotLeader: the database does not answer.
         """
         try:
-            with between_turns(self._started_s):
-                stored = await self._repository.load()
+            stored = await self._repository.load()
         except DatabaseUnavailable as error:
             raise NotLeader(f"the term did not begin: {error.message}") from error
         parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}

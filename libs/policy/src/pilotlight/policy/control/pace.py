@@ -5,13 +5,14 @@ and the lease waiting for long. Time is the processor's: what else runs on the m
 begin fewer.
 """
 
-AIM_S = 0.007
+AIM_S = 0.006
 """Ticks that are shorter may begin more, ..."""
-LIMIT_S = 0.010
+LIMIT_S = 0.009
 """... and those that are longer begin fewer: the slowest of a hundred takes twice as long."""
 MOST = 32
-LEAST = 2
-"""However slow the processor is: each turn has its own rows and its own look at what waits."""
+LEAST = 1
+"""However slow the processor is. A start may take as long as a tick is to: where one is that dear,
+a second makes the slowest ticks longer than commands, and what nodes report, can wait."""
 
 
 def next_starts(most: int, begun: int, tick_s: float, least: int) -> int:
