@@ -5,6 +5,7 @@ A hold is the whole desired state of its receiver.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from pilotlight.policy.cluster import FetchPriority, HeldState, Member, NodeFacts, WorkerView
@@ -98,6 +99,33 @@ class PartFetch:
 def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
     """Everything that one worker is to hold, by instance."""
     holds = [
+        hold
+        for record in books.on_worker(worker_id)
+        for hold in _stages_of(_Same(record), worker_id)
+    ]
+    return tuple(sorted(holds, key=lambda hold: hold.instance_id))
+
+
+class _Same:
+    """A record as a key: it is equal to itself alone, and its fields are not hashed."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def __hash__(self) -> int:
+        return id(self.record)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.record is self.record
+
+
+@lru_cache(maxsize=1024)
+def _stages_of(of: _Same, worker_id: WorkerId) -> tuple[StageHold, ...]:
+    """Of one instance on one worker, which has dozens and is told of all when one has changed."""
+    record = of.record
+    return tuple(
         StageHold(
             instance_id=record.instance.instance_id,
             generation=record.instance.generation,
@@ -110,11 +138,9 @@ def stages_of(worker_id: WorkerId, books: Books) -> tuple[StageHold, ...]:
             members=members_of(record.instance),
             grown_from=placement.grown_from,
         )
-        for record in books.on_worker(worker_id)
         for placement in record.instance.placements
         if placement.worker_id == worker_id
-    ]
-    return tuple(sorted(holds, key=lambda hold: hold.instance_id))
+    )
 
 
 def essences_of(worker_id: WorkerId, books: Books) -> list[tuple[Essence, Instance]]:
