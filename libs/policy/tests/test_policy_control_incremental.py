@@ -1,5 +1,6 @@
 """Control looks at what changed, and says what a look at everything says."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from pilotlight.policy.control.focus import Focus, Visited
 from pilotlight.policy.control.plan import ControlFacts, ControlRules, Memory, Plan
 from pilotlight.policy.control.reconcile import ReconcileRules
 from pilotlight.policy.control.starts import AHEAD
-from pilotlight.policy.control.testing import COPIES, LargeCluster, Size
+from pilotlight.policy.control.testing import COPIES, TICK_S, LargeCluster, Size
 from pilotlight.policy.control.tick import tick
 from pilotlight.policy.ids import GatewayId
 from pilotlight.policy.parallelism import CONSIDERED
@@ -283,6 +284,22 @@ def test_holds_are_repeated_a_few_at_a_time_until_all_were() -> None:
         assert not cluster.tick().repeat.workers, "not with every tick, however many there are"
         cluster.now_s += rules.repeat_every_s
     assert sorted(repeated) == sorted(cluster.workers)
+
+
+def test_ticks_that_follow_each_other_share_what_is_repeated() -> None:
+    rules = replace(RULES, repeat_limit=32, repeat_every_s=0.2)
+    assert rules.repeated(math.inf) == rules.repeated(0.25) == rules.repeated(0.2) == 32
+    assert rules.repeated(0.1) == 16
+    assert rules.repeated(0.003) == 0
+    cluster = quiet(SMALL)
+    cluster.rules = replace(rules, repeat_s=0.0)
+    cluster.carry_out(cluster.tick())
+    cluster.now_s += 0.05 - TICK_S
+    plan = cluster.tick()
+    assert len(plan.repeat.workers) == 8
+    cluster.memory, cluster.books = plan.memory, plan.books
+    cluster.now_s += 0.001
+    assert cluster.tick().memory.repeated_s == plan.memory.repeated_s, "its share grows"
 
 
 def test_what_falls_due_by_time_alone_is_looked_at_then() -> None:

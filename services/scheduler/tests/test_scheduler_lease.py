@@ -15,7 +15,8 @@ from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.testing import until
 from pilotlight.policy.ids import Epoch
 from pilotlight.scheduler import lease
-from pilotlight.scheduler.lease import IDLE_S, LEASE_S, Fence, Lease
+from pilotlight.scheduler.election import RETRY_S
+from pilotlight.scheduler.lease import DEADLINE_S, IDLE_S, LEASE_S, RENEW_S, Fence, Lease
 
 pytestmark = pytest.mark.anyio
 
@@ -97,6 +98,11 @@ async def test_the_lease_cannot_change_hands_while_a_fenced_write_is_under_way(
                 await taking.connection.execute(select(tables.lease).with_for_update(nowait=True))
     await expire(database)
     assert await new.take(Epoch(1)) == 2
+
+
+def test_a_try_to_renew_that_is_not_answered_leaves_time_for_another() -> None:
+    assert RENEW_S + DEADLINE_S + RETRY_S < LEASE_S
+    assert LEASE_S - RENEW_S >= 1.5, "for so long a holder, or its database, may stand still"
 
 
 async def test_a_standby_knows_how_long_it_has_to_wait(database: Database) -> None:

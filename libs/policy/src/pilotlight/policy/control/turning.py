@@ -14,7 +14,6 @@ from itertools import islice
 from pilotlight.policy.control.draft import Draft
 from pilotlight.policy.control.known_room import KnownRoom
 from pilotlight.policy.control.plan import NO_ROOM, Memory
-from pilotlight.policy.control.shapes import Shape
 from pilotlight.policy.control.shortlist import for_turns, having
 from pilotlight.policy.drain import staying
 from pilotlight.policy.ids import ModelName, WorkerId
@@ -106,16 +105,25 @@ def _line(
 
 
 def _is_sure(line: Line, draft: Draft) -> bool:
-    """Whether of one shape so many workers have room for any model of the line that each would find
-    one which no other has taken, and which has no instance of it.
+    """Whether so many workers have free room for any model of the line that each finds one which no
+    other has taken, and which has no instance of it.
     """
-    count = _places_of(line, draft)
+    left = _places_of(line, draft)
+    # Many have parts of the same sizes.
+    alike = {model.spec.part_bytes: model for model in line.first}.values()
+    needed: dict[int, int] = {}
     for shape, shelves in draft.rooms.shapes.items():
-        if len(shelves.free.ranked) < count:
+        if not all(map(shape.pool_holds, alike)):
             continue
-        least_bytes = next(islice(reversed(shelves.free.ranked), count - 1, None))[0]
-        if _most_needed(line, shape.granule_bytes, draft) <= least_bytes:
-            return _pools_hold(line, shape)
+        granule_bytes = shape.granule_bytes
+        if granule_bytes not in needed:
+            needed[granule_bytes] = max(draft.needs.of(one, granule_bytes) for one in line.first)
+        for free_bytes, _ in islice(reversed(shelves.free.ranked), left):
+            if free_bytes < needed[granule_bytes]:
+                break
+            left -= 1
+        if left <= 0:
+            return True
     return False
 
 
@@ -123,16 +131,6 @@ def _places_of(line: Line, draft: Draft) -> int:
     """One more than the models of a line can take from each other."""
     there = (len(having(one.name, draft)) for one in line.first if one.name in draft.books.by_model)
     return len(line.first) + 1 + max(there, default=0)
-
-
-def _most_needed(line: Line, granule_bytes: int, draft: Draft) -> int:
-    return max(draft.needs.of(model, granule_bytes) for model in line.first)
-
-
-def _pools_hold(line: Line, shape: Shape) -> bool:
-    """Whether host pools of a shape could hold each model. Many have parts of the same sizes."""
-    alike = {model.spec.part_bytes: model for model in line.first}
-    return all(map(shape.pool_holds, alike.values()))
 
 
 def _with_room(line: Line, draft: Draft) -> list[Place]:
