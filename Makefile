@@ -212,9 +212,9 @@ soak:  ## the whole system under 20,000 requests, 64 at once; no process may gro
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/soak.py $(if $(SOAK_REQUESTS),--requests $(SOAK_REQUESTS)) $(if $(SOAK_AT_ONCE),--at-once $(SOAK_AT_ONCE))
 
-soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=
+soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=; LIMIT_S= for all of it
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
-	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)")
+	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev
