@@ -166,8 +166,8 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=, ROWS=, LIMIT_S= of each shape
 	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES)) $(if $(ROWS),--rows "$(ROWS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
-bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; ROWS='azure' or '64 concurrent,16/s' some rows; QUICK=1; PYTHON= as above
-	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(QUICK),--quick)
+bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; ROWS='azure' or '64 concurrent,16/s' some rows; GATEWAYS=; QUICK=1; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(GATEWAYS),--gateways $(GATEWAYS)) $(if $(QUICK),--quick)
 
 bench-starvation:  ## more models than places, all wanted all the time, as JSON: DURATION_S=, MODELS=, PLACES=, MAX_TOKENS=
 	@tools/bootstrap.sh runtime
