@@ -163,11 +163,11 @@ bench-engine-cpu:  ## tokens per second of the engine and its peers on this CPU,
 	@tools/bootstrap.sh dev
 	@$(PY) bench/engine_cpu.py $(if $(VLLM),--vllm "$(VLLM)") $(if $(LLAMA),--llama "$(LLAMA)")
 
-bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=
-	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES))
+bench-engine-gpu:  ## the engine on this machine's GPU, beside vLLM if VLLM= names an interpreter that has it, as JSON; PYTHON= an environment that has everything, SHAPES=, ROWS=, LIMIT_S= of each shape
+	@$(or $(PYTHON),$(PY)) bench/engine_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(SHAPES),--shapes $(SHAPES)) $(if $(ROWS),--rows "$(ROWS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
-bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; ROWS='azure' or '64 concurrent,16/s' some rows; QUICK=1; PYTHON= as above
-	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(QUICK),--quick)
+bench-served-gpu:  ## the whole system on this machine's GPU beside `vllm serve` of the interpreter VLLM=, as JSON; parts resume: PARTS=, OUT=, WEIGHTS=; ROWS='azure' or '64 concurrent,16/s' some rows; GATEWAYS=; QUICK=1; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/served_gpu.py --profile $(if $(VLLM),--vllm "$(VLLM)") $(if $(PARTS),--parts $(PARTS)) $(if $(OUT),--out "$(OUT)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(ROWS),--rows "$(ROWS)") $(if $(GATEWAYS),--gateways $(GATEWAYS)) $(if $(QUICK),--quick)
 
 bench-starvation:  ## more models than places, all wanted all the time, as JSON: DURATION_S=, MODELS=, PLACES=, MAX_TOKENS=
 	@tools/bootstrap.sh runtime
@@ -212,9 +212,9 @@ soak:  ## the whole system under 20,000 requests, 64 at once; no process may gro
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/soak.py $(if $(SOAK_REQUESTS),--requests $(SOAK_REQUESTS)) $(if $(SOAK_AT_ONCE),--at-once $(SOAK_AT_ONCE))
 
-soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=
+soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=; LIMIT_S= for all of it
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
-	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)")
+	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

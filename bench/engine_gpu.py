@@ -12,12 +12,11 @@ and 8,192 prompt tokens; the most memory that each had of the device's. Prompts 
 different, prefixes are not cached, output is greedy, nothing stops early.
 
 Greedy tokens are compared, too: at the first one that differs, both engines are right where float32
-finds the two no further apart than bfloat16 rounds (``engine_gpu_agreement.py``). More than that is
-an error.
+finds the two no further apart than bfloat16 rounds, or it is an error (``engine_gpu_agreement.py``).
 
-Every row is printed as a line of JSON as soon as it is there; the last line is the whole document.
-What would not end within ``--limit-s`` seconds a shape is left out and named. The exit status is 1
-when a floor was missed, tokens differ by more than rounding, or a row is missing.
+Every row is printed as JSON as soon as it is there; the last line is the whole document. What would
+not end within ``--limit-s`` seconds a shape is left out and named; ``--rows`` chooses some. The exit
+status is 1 when a floor was missed, tokens differ by more than rounding, or a row is missing.
 """
 
 import argparse
@@ -234,10 +233,10 @@ def measure(
 ) -> dict[str, Any]:
     """Everything for one shape."""
     clock, memory = Clock(shape, arguments.limit_s), DeviceMemory()
-    planned = rows(shape)
-    total = sum(part[shape] for part in PREDICTED_S.values()) + sum(
-        row.predicted_s for row in planned
-    ) * (arguments.rounds + 1)
+    asked: list[str] = arguments.rows.split(",")
+    planned = [row for row in rows(shape) if any(words in row.name for words in asked)]
+    total = sum(part[shape] for part in PREDICTED_S.values())
+    total += sum(row.predicted_s for row in planned) * (arguments.rounds + 1)
     clock.say(f"predicted {total:.0f} s, limit {arguments.limit_s:.0f} s")
     seeds = iter(range(1, 1 << 30, 100))
     found: dict[str, Any] = {"rows": [], "left_out": []}
@@ -371,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--vllm", help="a Python interpreter that has vLLM; without it nothing is compared"
     )
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["4B", "8B"])
+    parser.add_argument("--rows", default="", help="parts of their names, with commas between")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=230.0, help="of each shape")
     parser.add_argument(

@@ -229,7 +229,8 @@ def await_chat(server: Server, deadline_s: float = READY_S) -> None:
     key = server.headers.get("authorization", "").removeprefix("Bearer ")
     while time.monotonic() < end_s:
         with contextlib.suppress(OSError):
-            body = {"model": server.model, "messages": [{"role": "user", "content": "hello"}]}
+            body: dict[str, Any] = {"model": server.model, "max_tokens": 8}
+            body["messages"] = [{"role": "user", "content": "hello"}]
             status, told = call(server.port, "POST", "/v1/chat/completions", key, body)
             if status == 200:
                 return

@@ -4,7 +4,8 @@ bench-promises``.
 The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with its lookahead, under
 what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draw of
 its own runs and four others, and short prompts at a number of clients. Then conversations alone on
-an instance that has learned nothing, whose kernels compile or whose predictions are wrong. Steps
+an instance that has learned nothing, whose kernels compile, whose predictions are wrong, or whose
+host takes 5 ms more of each step with prompts. Steps
 take what they took on an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared
 are steps that keep promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's
 defaults make them: up to 8,192 tokens, first come, first served, on the same device. Goodput is as
@@ -52,6 +53,7 @@ TRIALS = {
     "kernels compile": Trial(compiled_steps=3),
     "predictions 30 % short": Trial(predicted=0.7),
     "predictions 30 % long": Trial(predicted=1.3),
+    "a slow host": Trial(host_s=0.005),
 }
 TRIED = {"4B": (16.0,), "8B": (12.0, 24.0)}
 UNITS = {"output_tokens_per_s": "tokens/s", "goodput_per_s": "good requests/s"}

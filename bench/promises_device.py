@@ -82,6 +82,8 @@ class Trial:
     """As many steps of each new size of prompts take ``COMPILING`` times as long."""
     predicted: float = 1.0
     """What is predicted, as a part of what was learned."""
+    host_s: float = 0.0
+    """As much longer does each step with prompts take."""
 
 
 class WrongPace(Pace):
@@ -196,6 +198,7 @@ class Served:
         tokens = sum(one.count for one in batch.segments if one.count > 1)
         if not tokens:
             return seconds
+        seconds += self._trial.host_s
         size = -(-tokens // SIZE_TOKENS)
         self._sizes[size] += 1
         compiles = self._sizes[size] <= self._trial.compiled_steps

@@ -23,7 +23,7 @@ same. For each part:
 * conversations with the lengths of a trace's (``data/azure_conv_2023_sample.csv``) at three rates,
   Poisson arrivals, the same for both. Goodput is the share of answers with TTFT of at most 200 ms
   and TPOT of at most 20 ms, times the rate. Ours is told this SLO as its users tell it, as the
-  model's; vLLM has no such setting.
+  model's; vLLM has no such setting. The part's file keeps the times of each of these requests.
 
 Times to the first token (TTFT), a token after it (TPOT, by request) and between texts (ITL) are the
 client's, in milliseconds. Prompts are random and all different, output is greedy, and nothing stops
@@ -118,6 +118,7 @@ class Part:
             "machine": machine(),
             "load": f"load average {os.getloadavg()[0]:.1f} before it",
             "rows": {},
+            "requests": {},
             "left_out": [],
             "wrong": [],
         }
@@ -237,20 +238,10 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
             if before and after:
                 found["cpu"] = cpu.taken(before, after)
             part.document["rows"].setdefault(row.name, []).append(found)
+            if row.rate_per_s is not None:
+                part.document["requests"][row.name] = load.each(answers)
             part.write()
-        told = (
-            "output_tokens_per_s",
-            "ttft_ms_p50",
-            "tpot_ms_p50",
-            "itl_ms_p99",
-            "goodput_per_s",
-            "seconds",
-        )
-        part.say(
-            f"{name}: "
-            + ", ".join(f"{key} {found[key]}" for key in told if key in found)
-            + (f"; WRONG {wrong[:3]}" if wrong else "")
-        )
+        part.say(f"{name}: {load.told(found)}" + (f"; WRONG {wrong[:3]}" if wrong else ""))
     part.write(complete=True)
 
 

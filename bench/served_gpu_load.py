@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,58 @@ def figures(answers: Sequence[Answer], rate_per_s: float | None = None) -> dict[
         found |= {"good_share": round(share, 4), "goodput_per_s": round(share * rate_per_s, 3)}
         found["sent_late_ms_p99"] = round(percentile(late_s, 0.99) * 1e3, 3)
     return found
+
+
+TOLD = (
+    "output_tokens_per_s",
+    "ttft_ms_p50",
+    "tpot_ms_p50",
+    "itl_ms_p99",
+    "goodput_per_s",
+    "seconds",
+)
+COLUMNS = (
+    "sent_ms",
+    "prompt_tokens",
+    "ttft_ms",
+    "output_tokens",
+    "tpot_ms",
+    "good",
+    "longest_ms",
+    "stretched",
+)
+STRETCHED_MS = 20.0
+"""A gap between texts that is longer is told with when it began: where a step held prompts, the
+streams of that moment have one."""
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """A round's figures for people."""
+    return ", ".join(f"{key} {found[key]}" for key in TOLD if key in found)
+
+
+def each(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What came of each request, in the order in which they were sent: why one was late can be
+    looked for after the run.
+
+    Times are milliseconds; ``sent_ms`` and the beginnings of stretched gaps since the row began.
+    """
+    rows: list[list[Any]] = []
+    for answer in sorted(answers, key=lambda answer: answer.sent_s):
+        ends_s = list(accumulate(answer.gaps_s, initial=answer.first_s))
+        stretched = [
+            [round(began_s * 1e3, 1), round(gap_s * 1e3, 1)]
+            for began_s, gap_s in zip(ends_s, answer.gaps_s, strict=False)
+            if gap_s * 1e3 > STRETCHED_MS
+        ]
+        row = [
+            answer.sent_s * 1e3,
+            answer.prompt_tokens,
+            (answer.first_s - answer.sent_s) * 1e3,
+            answer.output_tokens,
+            (tpot_s(answer) or 0.0) * 1e3,
+            is_good(answer),
+            max(answer.gaps_s, default=0.0) * 1e3,
+        ]
+        rows.append([*(round(one, 1) if isinstance(one, float) else one for one in row), stretched])
+    return {"columns": COLUMNS, "rows": rows}

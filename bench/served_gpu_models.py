@@ -22,6 +22,8 @@ END = "<|endoftext|>"
 SPACE = "Ġ"
 """How byte-level tokens write it."""
 FIRST_LETTERS, SECOND_LETTERS, VOWELS = "bdfgklmnps", "cjhqrtvwxz", "aeiou"
+CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""A template: the words of a conversation."""
 TRIES = 20
 
 
@@ -60,6 +62,7 @@ def write_tokenizer(folder: Path) -> None:
     about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
+        "chat_template": CHAT,
         "model_max_length": MAX_CONTEXT_TOKENS,
         "clean_up_tokenization_spaces": False,
     }

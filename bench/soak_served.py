@@ -1,23 +1,25 @@
 """The whole system at 80 % of what it can, for long: ``make soak-served``.
 
 DURATION_S= for how long (30 minutes), SHARE= for another load; SHAPE= and WEIGHTS= for a model's
-shape on this machine's GPU in place of the simulated engine.
+shape on this machine's GPU in place of the simulated engine (``tiny``: on its cores); LIMIT_S= for
+all of it, where a command may not take longer: the load is shorter then.
 
 It measures what the system can do with streams of 32 tokens, all it is asked for, for a while.
 Then requests arrive at a share of that rate, whether or not others were answered, for
-``--duration-s``, in windows. Wrong is: any error; a process whose memory in the last fifth of the
-time is more than in the second, times 1.05, and 16 MiB; a p99, of first bytes or whole answers,
-that is in the last fifth half as much again as in the second, and 10 ms more; arrivals that pile
-up. Prints one JSON document, ends with 1 if anything is wrong.
+``--duration-s``, in windows of a minute. Wrong is: any error; a process, or the device, whose
+memory in the last fifth of the time is more than in the second, times 1.05, and 16 MiB; a p99, of
+first bytes or whole answers, that is in the last fifth half as much again as in the second, and 10
+ms more; arrivals that pile up. Prints one JSON document, ends with 1 if anything is wrong.
 """
 
 import argparse
 import json
+import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -26,12 +28,20 @@ from typing import Any
 
 import gateway_servers as servers
 import served_gpu_cpu as cpu
+from engine_gpu_job import SHAPES_TO_TRY
 from gateway import asking, body, commit, say
+from served_gpu import machine
 from served_gpu_models import prepare
+from served_gpu_servers import used_bytes_of_device
 from soak_memory import GROWTH_BYTES, GROWTH_RATIO, MIB
 
-WINDOWS = 40
-AT_ONCE = 64
+WINDOW_S, WINDOWS = 60.0, 5
+"""Of a window, and at least so many."""
+AT_ONCE, AT_ONCE_ON_A_GPU = 64, 256
+"""Streams at saturation: as many as an engine on a GPU runs at a time."""
+DEVICE = "the device"
+END_S = 40.0
+"""From the end of the load to the end of the command."""
 SATURATE_S = 20.0
 WARM_S = 10.0
 SLOWER_RATIO, SLOWER_MS = 1.5, 10.0
@@ -54,9 +64,15 @@ def resident_bytes(root_pid: int) -> dict[str, int]:
     return dict(found)
 
 
-def saturation_per_s(server: servers.Server) -> float:
+def memory_bytes(root_pid: int) -> dict[str, int]:
+    """By role, and what is in use of the first device, where there is one."""
+    used = used_bytes_of_device()
+    return resident_bytes(root_pid) | ({} if used is None else {DEVICE: used})
+
+
+def saturation_per_s(server: servers.Server, at_once: int) -> float:
     """Streams a second when it is given all that it takes."""
-    job = {"concurrency": AT_ONCE, "warm_s": WARM_S, "duration_s": SATURATE_S}
+    job = {"concurrency": at_once, "warm_s": WARM_S, "duration_s": SATURATE_S}
     with asking(server, body(stream=True), **job) as client:
         found = client.figures()
     say(f"saturation: {found['per_s']} streams/s, {found['errors']} errors")
@@ -68,21 +84,22 @@ def saturation_per_s(server: servers.Server) -> float:
 def held(server: servers.Server, rate_per_s: float, duration_s: float) -> list[Window]:
     """The windows of a load that comes at this rate."""
     found: list[Window] = []
+    windows = max(WINDOWS, round(duration_s / WINDOW_S))
     job = {
         "concurrency": 8,
         "warm_s": WARM_S,
         "duration_s": duration_s,
         "rate_per_s": rate_per_s,
-        "windows": WINDOWS,
+        "windows": windows,
     }
     with asking(server, body(stream=True), **job) as client:
-        for number in range(WINDOWS):
+        for number in range(windows):
             window = client.figures()
-            window["rss_bytes"] = resident_bytes(server.pid)
+            window["memory_bytes"] = memory_bytes(server.pid)
             found.append(window)
-            sizes = {role: size // MIB for role, size in window["rss_bytes"].items()}
+            sizes = {role: size // MIB for role, size in window["memory_bytes"].items()}
             say(
-                f"window {number + 1} of {WINDOWS}: {window['per_s']}/s, {window['errors']} errors, "
+                f"window {number + 1} of {windows}: {window['per_s']}/s, {window['errors']} errors, "
                 f"p50 {window['latency_ms_p50']} ms, p99 {window['latency_ms_p99']} ms, MiB {sizes}"
             )
     return found
@@ -107,10 +124,10 @@ def verdicts(windows: Sequence[Window], rate_per_s: float) -> list[str]:
     due = rate_per_s * sum(window["seconds"] for window in windows)
     if answered < KEPT_UP * due:
         wrong.append(f"{answered} answers of {due:.0f} that were due")
-    lasting = set.intersection(*(set(window["rss_bytes"]) for window in windows))
+    lasting = set.intersection(*(set(window["memory_bytes"]) for window in windows))
     for role in sorted(lasting):
         second, last = (
-            fifth(windows, number, lambda window, role=role: window["rss_bytes"][role])
+            fifth(windows, number, lambda window, role=role: window["memory_bytes"][role])
             for number in (1, 4)
         )
         if last > second * GROWTH_RATIO + GROWTH_BYTES:
@@ -133,24 +150,29 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.8, help="of what it can")
     parser.add_argument("--shape", help="of a model on the GPU; none: the simulated engine")
     parser.add_argument("--weights", type=Path, help="folder for the weights of a shape")
-    asked = parser.parse_args()
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="of the whole command")
+    asked, began_s = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pilotlight-soak-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        model, kind, variables = servers.DEMO, "sim", {}
+        model, kind, variables, at_once = servers.DEMO, "sim", {}, AT_ONCE
         if asked.shape:
-            model, kind = (asked.weights or Path(folder)).absolute() / asked.shape, "cuda"
+            model = (asked.weights or Path(folder)).absolute() / asked.shape
+            kind, at_once = (
+                ("cpu", AT_ONCE) if asked.shape in SHAPES_TO_TRY else ("cuda", AT_ONCE_ON_A_GPU)
+            )
             prepare(asked.shape, model)
             size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
             variables = {"PILOTLIGHT_POOL_BYTES": str(int(1.3 * size) + (2 << 30))}
         with servers.ours(Path(folder) / "run", model=model, kind=kind, variables=variables) as up:
             servers.await_chat(up, FIRST_ANSWER_S)
-            rate_per_s = asked.share * saturation_per_s(up)
-            windows = held(up, rate_per_s, asked.duration_s)
+            rate_per_s = asked.share * saturation_per_s(up, at_once)
+            left_s = asked.limit_s - (time.monotonic() - began_s) - WARM_S - END_S
+            windows = held(up, rate_per_s, min(asked.duration_s, left_s))
     document = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}",
+        "machine": machine(),
         "engine": asked.shape or "simulated",
         "rate_per_s": round(rate_per_s, 2),
         "share": asked.share,

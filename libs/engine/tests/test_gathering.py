@@ -17,7 +17,7 @@ from pilotlight.engine.core.tables import BlockTables
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import RequestKey, Sampling
 
-LIMITS = BatchLimits(step_tokens=64, running=32, gather_s=0.010, gather_running=2)
+LIMITS = BatchLimits(step_tokens=64, chunk_tokens=40, running=32, gather_s=0.010, gather_running=2)
 
 
 def request(number: int, prompt_tokens: int = 5, queued_s: float = 0.0) -> Request:
@@ -55,9 +55,10 @@ def taken(scheduler: BatchScheduler, now_s: float) -> Sequence[str]:
         (3, [request(0, 5, 1.0), request(1, 5, 1.002)], 1.0101, False),
         (3, [request(0, 30, 1.0), request(1, 31, 1.002)], 1.004, False),
         (3, [request(0, 30, 1.0), request(1, 30, 1.002)], 1.004, True),
+        (3, [request(0, 5, 1.0), request(1, 40, 1.002)], 1.004, False),
         (3, [], 1.0, False),
     ],
-    ids=["gathers", "few run", "alone", "long enough", "fill a step", "all but", "none"],
+    ids=["gathers", "few run", "alone", "long enough", "fill a step", "all but", "long", "none"],
 )
 def test_the_rules(running: int, waiting: list[Request], now_s: float, gathered: bool) -> None:
     assert gathers(LIMITS, running, waiting, now_s) == gathered

@@ -43,11 +43,24 @@ def test_a_long_prompt_is_cut_where_others_get_tokens_and_short_ones_share_a_ste
     stage = PaperStage(100, BatchLimits(step_tokens=40, chunk_tokens=5, running=10))
     stage.submit(prompt(0, 12), 9)
     assert stage.step() == [("r0", 0, 12)], "nobody waits for a token meanwhile"
-    for kind, num_tokens in enumerate((4, 5, 12, 3), start=1):
+    for kind, num_tokens in enumerate((4, 5, 13, 3), start=1):
         stage.submit(prompt(kind, num_tokens), 9)
     assert stage.step() == [("r0", 12, 13), ("r1", 0, 4), ("r2", 0, 5), ("r3", 0, 5)]
     assert stage.step() == [("r0", 13, 14), ("r1", 4, 5), ("r2", 5, 6), ("r3", 5, 10)]
-    assert [row for row in stage.step() if row[0] in ("r3", "r4")] == [("r3", 10, 12), ("r4", 0, 3)]
+    assert [row for row in stage.step() if row[0] in ("r3", "r4")] == [("r3", 10, 13), ("r4", 0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "pieces"),
+    [(10, [10]), (15, [15]), (16, [10, 6]), (25, [10, 15]), (26, [10, 10, 6])],
+)
+def test_a_short_rest_goes_with_the_piece_before_it(num_tokens: int, pieces: list[int]):
+    stage = PaperStage(100, BatchLimits(step_tokens=40, chunk_tokens=10, running=10))
+    stage.submit(prompt(0, 1), 20)
+    stage.step()
+    stage.submit(prompt(1, num_tokens), 1)
+    taken = [stop - start for _ in pieces for name, start, stop in stage.step() if name == "r1"]
+    assert taken == pieces
 
 
 def test_every_stream_gets_a_token_in_every_step():

@@ -18,7 +18,7 @@ def gathers(limits: BatchLimits, running: int, waiting: Collection[Request], now
     2. Not for a single one: most come alone, and nothing would come of its waiting.
     3. Not longer than ``gather_s`` from when the first of them came.
     4. Not for one that ran before.
-    5. Not when they fill a step.
+    5. Not when they fill a step, nor where one of them is long: its step is a long one anyway.
 
     Args:
         limits: of the batches.
@@ -31,4 +31,6 @@ def gathers(limits: BatchLimits, running: int, waiting: Collection[Request], now
     first = next(iter(waiting))
     if now_s - first.queued_s >= limits.gather_s or first.takes:  # 3, 4
         return False
-    return sum(request.wanted for request in waiting) < limits.step_tokens - running  # 5
+    long = limits.chunk_tokens or limits.step_tokens
+    wanted = [request.wanted for request in waiting]
+    return max(wanted) < long and sum(wanted) < limits.step_tokens - running  # 5

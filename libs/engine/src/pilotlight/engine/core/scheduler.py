@@ -132,7 +132,7 @@ class BatchScheduler:
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest
            to the others in order. Where there is one of the first kind, the others get no more
-           than ``chunk_tokens`` each, and what promises allow (``promises``).
+           than ``chunk_tokens`` each and a short rest, and what promises allow (``promises``).
         2. Oldest first, each request that is to run gets the block that it lacks. While none is
            free, the youngest gives up its own; the youngest itself sits this step out instead.
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and

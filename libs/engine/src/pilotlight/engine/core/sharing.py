@@ -20,7 +20,7 @@ class StepShare:
     tokens: int
     """Of streams and prompts together."""
     cap: int
-    """Of one prompt."""
+    """Of one prompt, but for a rest (``Sharing.portion``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,12 @@ class Sharing:
         Args:
             wanted: as many does it want.
             left: of the step's.
-            cap: of one prompt.
+            cap: of one prompt; a rest that is no more than half of it goes with the piece before,
+                for it would stretch a step of its own by little less.
             first: nothing else runs so far.
         """
         if not self.whole_prompts:
-            return min(wanted, left, cap)
+            return min(wanted if wanted <= cap + cap // 2 else cap, left)
         return wanted if first or wanted <= left else 0
 
     def among(

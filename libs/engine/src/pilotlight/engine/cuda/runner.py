@@ -42,8 +42,9 @@ MAX_BLOCKS = 1 << 17
 
 MAX_HEAD_DIM = 256
 """Tiles of wider heads do not fit into a multiprocessor's shared memory."""
-WHOLE_TOKENS = 1024
-"""A whole prompt from this length on is attended to by cuDNN, which is faster then."""
+WHOLE_TOKENS = 1537
+"""A whole prompt from this length on is attended to by cuDNN, which is faster then: shorter ones, as
+they run beside streams, are done on the device before the host has called it for every layer."""
 CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 

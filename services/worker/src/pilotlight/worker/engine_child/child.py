@@ -9,6 +9,7 @@ dies, and it ends by itself when the socket closes. A GPU's child is shown that 
 
 import argparse
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -103,6 +104,8 @@ def _serve(
         arena=device.arena,
     )
     warm_up(engine, device.probe)
+    # torch's objects stay: a collection that looks at all of them holds up every stream.
+    gc.freeze()
     loop = ChildLoop(
         connection,
         engine,
