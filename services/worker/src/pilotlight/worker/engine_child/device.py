@@ -30,7 +30,7 @@ CUDA_STEP_TOKENS = 10_240
 run are stretched by prompts (decision 35)."""
 CUDA_CHUNK_TOKENS = 1024
 """Of one prompt in a step of requests that run (decision 56): an 8B model takes 25 ms for them on
-an H200. From so many on a first chunk is attended to by cuDNN."""
+an H200."""
 CUDA_GATHER_S = 0.010
 """How long prompts that come one after the other wait for each other; about two steps of a large
 batch."""
