@@ -1,6 +1,7 @@
 """Sizes of launches, beside what they are by definition."""
 
 import pytest
+
 from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
 
