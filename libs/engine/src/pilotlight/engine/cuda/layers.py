@@ -10,6 +10,7 @@ Results are rounded where the decoder's own steps round them; only sums within a
 products run in another order.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -82,6 +83,19 @@ class Layers:
         Returns:
             Hidden states, or logits of the rows that want them.
         """
+        # Once for all layers: entering it takes the host as long as starting a kernel or two.
+        with nullcontext() if step.whole is None else sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return self._run(token_ids, hidden, layers, step, scratch, batch)
+
+    def _run(
+        self,
+        token_ids: Tensor | None,
+        hidden: Tensor | None,
+        layers: Stage,
+        step: AttentionMetadata,
+        scratch: DecodeScratch,
+        batch: Batch | None,
+    ) -> Tensor:
         if token_ids is not None:
             hidden = self._decoder.embed(self._parameters[0], token_ids)
         assert hidden is not None
@@ -288,8 +302,8 @@ class Layers:
 
 
 def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> Tensor:
-    """Attention within a whole prompt, which needs nothing of the cache: cuDNN's is the fastest
-    where there are many rows.
+    """Attention within a whole prompt, which needs nothing of the cache, where cuDNN's is the one
+    that torch chooses (``Layers.run``): the fastest where there are many rows.
 
     It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are
     rounded up: rows behind the prompt's are seen by none of its own.
@@ -312,15 +326,14 @@ def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Te
         for some in heads
     )
     queries, keys, values = (some.transpose(0, 1)[None] for some in padded)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        attended = functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=queries.shape[1] != keys.shape[1],
-        )
+    attended = functional.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
     seen = attended[0, :, :count].transpose(0, 1).flatten(1)
     if rows.start == 0:
         return seen

@@ -23,6 +23,7 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.attention_metadata import MAX_ROW_SPLITS, KvSplits, Place, RowMetadata
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized, quantize_rows
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import power_of_2
 
 MANY_ROWS = 16
 """From this many on, programs are many, and each does best with large tiles."""
@@ -313,7 +314,7 @@ def decode_attention(
     target, scales = (out.values, out.scales) if isinstance(out, Quantized) else (out, out)
     num_heads = target.shape[1] // head_dim
     group = num_heads // num_kv_heads
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    padded_dim = max(16, power_of_2(head_dim))
     tile = _tile(group, splits.firsts.shape[0], padded_dim)
     norms = raw.norms if raw and raw.norms else (queries, queries)
     bias = queries if raw is None or raw.bias is None else raw.bias
@@ -351,7 +352,7 @@ def _tile(group: int, num_rows: int, padded_dim: int) -> _Tile:
     """Measured on an H200 up to ``NARROW_DIM``, with rows of 161 to 8,192 keys:
     docs/benchmarks.md.
     """
-    padded_group = max(16, triton.next_power_of_2(group))
+    padded_group = max(16, power_of_2(group))
     if padded_dim > NARROW_DIM:
         # Not measured: half as many keys are as many bytes as 64 of 128, and four warps hold a tile
         # in their registers.

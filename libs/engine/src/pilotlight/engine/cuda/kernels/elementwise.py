@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def rotations(
     _run_rotations(
         (rows, 1),
         (cosines, positions, frequencies, sines, factor),
-        (half, triton.next_power_of_2(half)),
+        (half, power_of_2(half)),
         warps=1,
     )
     return cosines, sines
@@ -101,7 +102,7 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
     """
     rows, hidden = residual.shape
     normed = torch.empty_like(residual)
-    padded = triton.next_power_of_2(hidden)
+    padded = power_of_2(hidden)
     warps = min(16, max(4, padded // 512))
     _run_add_norm(
         (rows, 1),
@@ -132,8 +133,8 @@ def silu_mul(gates_ups: Tensor) -> Tensor:
     """silu(gates) * ups: [num_tokens, 2 * width] -> [num_tokens, width]."""
     rows, width = gates_ups.shape[0], gates_ups.shape[1] // 2
     out = torch.empty(rows, width, dtype=gates_ups.dtype, device=gates_ups.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _run_silu_mul((rows, triton.cdiv(width, block)), (gates_ups, out), (width, block), warps=4)
+    block = min(1024, power_of_2(width))
+    _run_silu_mul((rows, pieces_of(width, block)), (gates_ups, out), (width, block), warps=4)
     return out
 
 
@@ -235,11 +236,11 @@ def turn_and_store(
     keys, values = stored
     num_kv_heads, head_dim = keys.shape[1:]
     heads = num_heads + 2 * num_kv_heads
-    at_once = min(8, triton.next_power_of_2(heads))
+    at_once = min(8, power_of_2(heads))
     query_norm, key_norm = norms or (qkv, qkv)
-    half = triton.next_power_of_2(head_dim // 2)
+    half = power_of_2(head_dim // 2)
     _run_turn_and_store(
-        (qkv.shape[0], triton.cdiv(heads, at_once)),
+        (qkv.shape[0], pieces_of(heads, at_once)),
         (
             qkv,
             qkv if bias is None else bias,
@@ -293,6 +294,6 @@ def store(
     """
     keys, values = stored
     width = keys.shape[1] * keys.shape[2]
-    padded = triton.next_power_of_2(width)
+    padded = power_of_2(width)
     constants = (new_keys.stride(0), new_values.stride(0), width, padded)
     _run_store((slots.shape[0], 1), (new_keys, new_values, slots, keys, values), constants, warps=4)

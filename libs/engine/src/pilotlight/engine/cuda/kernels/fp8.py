@@ -30,6 +30,7 @@ from pilotlight.engine.cuda.kernels.fp8_rows import (
     run_silu_mul,
 )
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 from pilotlight.policy.model import SCALE_BLOCK
 
 HOPPER = 9
@@ -65,9 +66,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 def padded_tokens(rows: int) -> int:
     """How many tokens there are with those that make them up."""
-    return next(
-        (size for size in TOKENS if rows <= size), triton.cdiv(rows, TOKENS[-1]) * TOKENS[-1]
-    )
+    return next((size for size in TOKENS if rows <= size), pieces_of(rows, TOKENS[-1]) * TOKENS[-1])
 
 
 @triton.jit
@@ -144,7 +143,7 @@ class Fp8Kernels:
             eps: of the norm.
         """
         rows, hidden = residual.shape
-        made, padded = self._made(residual, hidden), triton.next_power_of_2(hidden)
+        made, padded = self._made(residual, hidden), power_of_2(hidden)
         sums = x.sums if isinstance(x, Parts) else x
         count = sums.shape[0] if isinstance(x, Parts) and sums is not None else int(x is not None)
         stride = sums.shape[1] * hidden if count > 1 and sums is not None else 0
@@ -208,7 +207,7 @@ class Fp8Kernels:
             splits, padded, rows, dtype=torch.float32 if splits > 1 else dtype, device=weight.device
         )
         _run_product(
-            (padded // tokens, triton.cdiv(rows, tiling.rows) * splits),
+            (padded // tokens, pieces_of(rows, tiling.rows) * splits),
             (weight, x.values, scales, x.scales, out),
             (rows, width, SCALE_BLOCK, self.by_block, tiling.rows, tokens, splits),
             warps=tiling.warps,
@@ -274,11 +273,11 @@ class Fp8Kernels:
         )
 
     def _by_row(self, kernel: Kernel, x: Tensor, made: Quantized, width: int) -> None:
-        padded = triton.next_power_of_2(width)
+        padded = power_of_2(width)
         if self.by_block:
             padded = min(1024, padded)
         kernel(
-            (made.rows, triton.cdiv(width, padded)),
+            (made.rows, pieces_of(width, padded)),
             (x, made.values, made.scales, made.values.shape[0]),
             (width, padded, self._group),
             warps=min(16, max(4, padded // 512)),
@@ -289,7 +288,7 @@ def usual_tiling(rows: int, width: int, tokens: int) -> GemmTiling:
     """What does well for most shapes: parts until there are two programs for each multiprocessor,
     more loads under way where there are fewer.
     """
-    splits, tiles = 1, triton.cdiv(rows, 64) * triton.cdiv(tokens, TOKENS[-1])
+    splits, tiles = 1, pieces_of(rows, 64) * pieces_of(tokens, TOKENS[-1])
     while tiles * splits < PROGRAMS and width // splits > SPLIT_COLUMNS:
         splits *= 2
     return GemmTiling(64, splits, 4, 5 if tiles * 2 < PROGRAMS else 4)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.fp8_gemv import run_fp8_gemv
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 from pilotlight.policy.model import SCALE_BLOCK
 
 
@@ -129,14 +130,14 @@ class Gemv:
         usual = USUAL if scales is None else USUAL_FP8
         tiling = self.tilings.get((rows, width, gated), usual)
         out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
-        grid = (triton.cdiv(rows, tiling.rows), 1)
+        grid = (pieces_of(rows, tiling.rows), 1)
         tensors = (
             weight, x, x if norm is None else norm, x if bias is None else bias, x if residual is None else residual, out,
         )  # fmt: skip
         steps = (norm is not None, gated, bias is not None, residual is not None)
         if scales is None:
             constants = (
-                rows, width, triton.next_power_of_2(width), tiling.rows, tiling.columns, *steps,
+                rows, width, power_of_2(width), tiling.rows, tiling.columns, *steps,
             )  # fmt: skip
             _run_gemv(grid, (*tensors, self.eps), constants, warps=tiling.warps)
         else:

@@ -77,7 +77,7 @@ class Kernel:
             return
         if grid[0] and grid[1]:
             # Of a tensor, triton asks the driver whether the device can reach it, each time.
-            addresses = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+            addresses = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
             launch(*grid, 1, *addresses, *constants)
 
     def _first(self, grid: tuple[int, int], given: Sequence[Any], warps: int, stages: int) -> Any:

@@ -18,6 +18,7 @@ from pilotlight.engine.cuda.attention_metadata import QUERIES_AT_ONCE, Chunks, R
 from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION, store_heads
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import power_of_2
 
 MANY_ROWS = 1024
 """From this many on, fewer warps for each tile do better."""
@@ -197,7 +198,7 @@ def prefill_attention(
     num_kv_heads, head_dim = keys.shape[1:]
     target, scales = (out.values, out.scales) if isinstance(out, Quantized) else (out, out)
     num_heads = target.shape[1] // head_dim
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    padded_dim = max(16, power_of_2(head_dim))
     tile = tile or prefill_tile(padded_dim, queries.dtype, queries.shape[0])
     parts = QUERIES_AT_ONCE // tile.queries
     PREFILL(

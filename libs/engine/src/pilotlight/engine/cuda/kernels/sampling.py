@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
 PIECE = 2048
 NOT_FINITE = -1
@@ -132,7 +133,7 @@ class SamplingScratch:
     """What one launch leaves for the next."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.pieces = triton.cdiv(vocab_size, PIECE)
+        self.pieces = pieces_of(vocab_size, PIECE)
         self.tops = torch.empty(max_rows, self.pieces, dtype=torch.float32, device=device)
         self.ids = torch.empty(max_rows, self.pieces, dtype=torch.int32, device=device)
         self.finite = torch.empty(max_rows, self.pieces, dtype=torch.int32, device=device)
@@ -159,7 +160,7 @@ def sample(
     """
     rows, vocab_size = logits.shape
     pieces = scratch.pieces
-    padded = triton.next_power_of_2(pieces)
+    padded = power_of_2(pieces)
     stride = logits.stride(0)
     tops, ids, finite, weights = scratch.tops, scratch.ids, scratch.finite, scratch.weights
     _run_survey(
