@@ -43,8 +43,8 @@ MAX_BLOCKS = 1 << 17
 MAX_HEAD_DIM = 256
 """Tiles of wider heads do not fit into a multiprocessor's shared memory."""
 WHOLE_TOKENS = 1537
-"""A whole prompt from this length on is attended to by cuDNN, which is faster then: shorter ones, as
-they run beside streams, are done on the device before the host has called it for every layer."""
+"""A whole prompt from this length on is attended to by cuDNN, which is faster then. Shorter ones,
+as beside streams, are done on the device before the host has called it for each layer."""
 CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 
