@@ -11,12 +11,12 @@ time of more tokens less that of few, by their number); output tokens a second f
 and 8,192 prompt tokens; the most memory that each had of the device's. Prompts are random and all
 different, prefixes are not cached, output is greedy, nothing stops early.
 
-Greedy tokens are compared, too: at the first one that differs, both engines are right where float32
-finds the two no further apart than bfloat16 rounds, or it is an error (``engine_gpu_agreement.py``).
+Greedy tokens are compared, too: at the first that differs, both engines are right where float32
+finds the two no further apart than bfloat16 rounds; else it is wrong (``engine_gpu_agreement``).
 
 Every row is printed as JSON as soon as it is there; the last line is the whole document. What would
-not end within ``--limit-s`` seconds a shape is left out and named; ``--rows`` chooses some. The exit
-status is 1 when a floor was missed, tokens differ by more than rounding, or a row is missing.
+not end within ``--limit-s`` seconds a shape is left out and named; ``--rows`` chooses some. The
+exit status is 1 when a floor was missed, tokens differ by more than rounding, or a row is missing.
 """
 
 import argparse

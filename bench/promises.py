@@ -5,11 +5,11 @@ The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with 
 what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draw of
 its own runs and four others, and short prompts at a number of clients. Then conversations alone on
 an instance that has learned nothing, whose kernels compile, whose predictions are wrong, or whose
-host takes 5 ms more of each step with prompts. Steps
-take what they took on an H200 (``promises_device.py``); nothing else of a GPU is in it. Compared
-are steps that keep promises (``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's
-defaults make them: up to 8,192 tokens, first come, first served, on the same device. Goodput is as
-there: TTFT of at most 200 ms, TPOT of at most 20 ms.
+host takes 5 ms more of each step with prompts. Steps take what they took on an H200
+(``promises_device.py``); nothing else of a GPU is in it. Compared are steps that keep promises
+(``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them: up to
+8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at most 200
+ms, TPOT of at most 20 ms.
 
 Prints one JSON document in the form of ``bench/results``.
 """
