@@ -14,9 +14,8 @@ each term has one place, a seed for the time before the first sample, and a fall
     p, host to device               node and kind            the probe; the device's own figure
     device memory                   node and kind            the probe; p, as a lower bound
                                                              (what the worker reports goes first)
-    b                               node and source          the source at other nodes; the node's link;
-                                                             a disk: what its node reports, by a probe
-                                                             at first
+    b                               node and source          the source at other nodes; the node's
+                                                             link. Of a disk: what its node reports
     t_n                             pair of nodes            all pairs; a constant
     rows, commands, request, token  kind on all nodes        0: nothing is known of them
 
