@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -143,6 +143,10 @@ bench-cache-gpu:  ## models that share this machine's GPU: by where they are, an
 bench-scheduler:  ## ParaServe's figures in simulated time, all policies, as JSON: FULL=1, SECONDS=, SEEDS=, JOBS=, LINES=FILE (resumes), OUT=
 	@tools/bootstrap.sh dev
 	@$(PY) bench/scheduler.py $(if $(FULL),--full) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(LINES),--lines "$(LINES)") $(if $(OUT),--out "$(OUT)")
+
+bench-simulator:  ## processor time of a million simulated requests, one process, as JSON: RUNS=, OUT=
+	@tools/bootstrap.sh dev
+	@$(PY) bench/simulator.py $(if $(RUNS),--runs $(RUNS)) $(if $(OUT),--out "$(OUT)")
 
 bench-validation:  ## predictions of starts, and the simulator, against a real cluster behind shaped links, as JSON; needs root. PARTS=, STARTS=, SECONDS=
 	@$(PY) bench/validation/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts $(STARTS)) $(if $(SECONDS),--seconds $(SECONDS))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pilotlight.policy.coldstart.bursts import Burst, choose_burst, group_sizes
+from pilotlight.policy.coldstart.bursts import Burst, choose_burst, for_all, group_sizes
 from pilotlight.policy.coldstart.contention import FetchBooks, incoming
 from pilotlight.policy.coldstart.search import choose_start
 from pilotlight.policy.coldstart.servers import StartRequest, StartRules
@@ -65,3 +65,18 @@ def test_no_worker_twice_and_nothing_running_is_late(seed: int, instances: int) 
         assert books.refusal(newcomers, request.now_s) is None
         books = books.admit(newcomers, request.now_s)
     assert books == found.books
+
+
+@given(st.integers(0, 10**9), st.integers(0, 40), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_what_is_for_all_is_for_the_first_too(seed: int, waiting: int, instances: int) -> None:
+    """The SLO is never longer, nor below what has been waited; who waits alone has its own."""
+    request, servers = random_start(random.Random(seed), nodes=6)
+    sooner = for_all(request, servers, waiting, instances)
+    if waiting <= max(1, instances):
+        assert sooner is None
+    if sooner is not None:
+        slo = sooner.model.slo
+        assert request.waited_s < slo.ttft_ms / 1000 <= request.model.slo.ttft_ms / 1000
+        assert replace(sooner, model=request.model) == request
+    assert for_all(request, (), waiting, instances) in (None, request)

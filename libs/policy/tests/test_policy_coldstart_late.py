@@ -7,6 +7,7 @@ import pytest
 from pilotlight.policy.coldstart.chosen import ChoiceRules, Chosen, KnownStarts, choose_with
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.coldstart.facts import link_capacities
+from pilotlight.policy.coldstart.policies import StartPolicy
 from pilotlight.policy.coldstart.servers import StartRules
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import Slo
@@ -19,7 +20,13 @@ RULES = ChoiceRules(start=StartRules(max_stages=2, max_steps=2000))
 
 
 def chosen(
-    slo_s: float, waited_s: float, evictable_bytes: int = 0, prompt_tokens: int = 0
+    slo_s: float,
+    waited_s: float,
+    evictable_bytes: int = 0,
+    prompt_tokens: int = 0,
+    waiting: int = 1,
+    instances: int = 1,
+    policy: StartPolicy = StartPolicy.PILOTLIGHT,
 ) -> Chosen:
     """What a model gets whose fetch takes 12 s over one of two links, and 6 s over both."""
     asked = replace(
@@ -29,7 +36,7 @@ def chosen(
     workers = tuple(replace(worker(at), node_id=one.node_id) for at, one in enumerate(nodes))
     demand = Demand(
         model=asked.name,
-        waiting=1,
+        waiting=waiting,
         oldest_age_s=waited_s,
         deadline_in_s=slo_s - waited_s,
         prompt_tokens=prompt_tokens,
@@ -54,8 +61,9 @@ def chosen(
             for one, at in zip(workers, nodes, strict=True)
         ],
         snapshot,
-        RULES,
+        replace(RULES, policy=policy),
         KnownStarts(fetches=FetchBooks(capacities=link_capacities(nodes))),
+        instances,
     )
     assert found is not None
     return found
@@ -86,3 +94,36 @@ def test_a_prediction_is_for_the_prompt_that_waits() -> None:
     )
     assert usual == same
     assert short < usual < long
+
+
+@pytest.mark.parametrize(
+    ("waiting", "instances", "waited_s", "policy", "stages"),
+    [
+        pytest.param(1, 1, 0.1, StartPolicy.PILOTLIGHT, 1, id="one is in time by one worker"),
+        pytest.param(8, 1, 0.1, StartPolicy.PILOTLIGHT, 2, id="the eighth is by two"),
+        pytest.param(8, 8, 0.1, StartPolicy.PILOTLIGHT, 1, id="each has an instance of its own"),
+        pytest.param(10_000, 1, 0.1, StartPolicy.PILOTLIGHT, 1, id="the last cannot be in time"),
+        pytest.param(8, 1, 20.0, StartPolicy.PILOTLIGHT, 1, id="nor can the first"),
+        pytest.param(8, 1, 0.1, StartPolicy.SINGLE, 1, id="a policy that looks at the first alone"),
+    ],
+)
+def test_a_start_is_for_all_that_wait_where_it_can_be(
+    waiting: int, instances: int, waited_s: float, policy: StartPolicy, stages: int
+) -> None:
+    """The fetch takes 12 s over one link; of an SLO of 14 s the first prompt leaves enough."""
+    found = chosen(
+        14.0,
+        waited_s,
+        prompt_tokens=800,
+        waiting=waiting,
+        instances=instances,
+        policy=policy,
+    )
+    assert found.scheme.pipeline_size == stages
+    assert found.meets_slo == (waited_s < 1.0)
+
+
+def test_others_that_wait_send_nothing_away() -> None:
+    """What is idle goes for the first request, and not to have the others in time, too."""
+    found = chosen(14.0, 0.1, evictable_bytes=1000, prompt_tokens=800, waiting=8)
+    assert (found.scheme.pipeline_size, found.meets_slo, found.evicts) == (1, True, True)

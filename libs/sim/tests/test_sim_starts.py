@@ -158,3 +158,21 @@ def test_a_start_that_is_late_by_its_waiting_takes_no_more_than_its_slo_needs() 
     assert all(one.ttft_s <= 7.0 for one in busy)
     assert late.ttft_s > 7.0
     assert result.finished == result.starts == result.stages == 5
+
+
+def test_a_start_is_predicted_for_the_prompt_that_waits() -> None:
+    """Gateways tell how long the oldest prompt is, and control predicts for that one."""
+    predicted: list[float] = []
+    for prompt_tokens in (100, 2100):
+        text = WORLD.format(nodes=1, devices=1, size_gib=10.0, ttft_s=7.0)
+        simulation = Simulation(parse("world", text), CONTENDERS["pilotlight"], 1)
+        simulation.requests = iter([Request(FIRST, 1.0, prompt_tokens, 20)])
+        log = simulation.leader.log = []
+        simulation.run()
+        start = next(one for one in log if one.plan.start)
+        assert [one.prompt_tokens for one in start.facts.demand] == [prompt_tokens]
+        scheme = start.plan.start[0].choice.scheme
+        assert scheme is not None
+        predicted.append(scheme.predicted_ttft_s)
+    # 2,000 more tokens at 10,000 a second.
+    assert predicted[1] - predicted[0] == pytest.approx(0.2, rel=0.1)

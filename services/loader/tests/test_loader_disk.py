@@ -13,6 +13,7 @@ from pilotlight.common.testing import until
 from pilotlight.loader.disk import NodeDisk
 from pilotlight.loader.manifests import all_digests_key
 from pilotlight.loader.testing import ALL, Cluster, holds
+from pilotlight.policy.cluster import OriginKind
 from pilotlight.policy.model import Model
 
 pytestmark = pytest.mark.anyio
@@ -107,3 +108,15 @@ async def test_the_cache_says_which_model_stays_on_the_disk(cluster: Cluster) ->
 
     await until(replaced)
     assert before - files()
+
+
+async def test_what_the_disk_gives_is_known_before_anything_was_read_from_it(
+    cluster: Cluster,
+) -> None:
+    """A probe behind the start tells, as other links' speeds are told."""
+    await cluster.start(disk_tier_dir=cluster.folder / "tier", disk_tier_bytes=64 * 1024 * 1024)
+    report = await cluster.heard.report(lambda report: report.facts.links)
+    (link,) = report.facts.links
+    assert (link.kind, link.name) == (OriginKind.DISK, "disk")
+    assert link.bytes_per_s > 0
+    assert not list((cluster.folder / "tier").rglob("*.chunk"))

@@ -139,6 +139,13 @@ async def test_a_slo_that_nothing_can_meet_gets_one_start_the_best_there_is(
     assert fleet.places() == ["n1"]
     (decision,) = await decisions(rig, "a")
     assert not decision.outcome["meets_slo"]
+    told = await rig.until(
+        lambda: [one for one in rig.events if one.kind == "start_misses_slo"], DEADLINE_S
+    )
+    assert [(one.data["model"], one.data["decision_id"]) for one in told] == [
+        ("a", decision.decision_id)
+    ]
+    assert told[0].data["predicted_ttft_s"] > told[0].data["slo_ttft_s"] == 0.001
 
 
 @pytest.mark.parametrize("names", [("n0", "n1"), ("n1", "n0")], ids=["second", "first"])

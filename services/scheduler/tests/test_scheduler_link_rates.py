@@ -1,6 +1,6 @@
 """What a start teaches of its node's link: what the link gave to all, whoever shared it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.rows import Event
 
 pytestmark = pytest.mark.anyio
 SOURCE = "file://"
@@ -28,15 +29,18 @@ LINK = LinkSpeed(kind=OriginKind.SOURCE, name=SOURCE, bytes_per_s=10.0)
 
 
 class Kept:
-    """A repository that keeps nothing."""
+    """A repository that keeps what is told alone."""
+
+    def __init__(self) -> None:
+        self.told = list[Event]()
 
     async def save_cold_starts(
         self, records: Iterable[ColdStart], finished: AbstractSet[InstanceId]
     ) -> None:
         """Nothing."""
 
-    async def save_learned(self, estimates: Any, rows: Any) -> None:
-        """Nothing."""
+    async def save_learned(self, estimates: Any, rows: Any, told: Sequence[Event]) -> None:
+        self.told += told
 
 
 @dataclass
@@ -45,10 +49,11 @@ class Starts:
 
     clock: ManualClock = field(default_factory=ManualClock)
     book: Book = field(default_factory=Book)
+    kept: Kept = field(default_factory=Kept)
     records: ColdStarts = field(init=False)
 
     def __post_init__(self) -> None:
-        repository = cast(SchedulerRepository, Kept())
+        repository = cast(SchedulerRepository, self.kept)
         metrics = SchedulerMetrics(CollectorRegistry())
         self.records = ColdStarts(repository, self.book, self.clock, "scheduler", metrics)
 
@@ -157,3 +162,6 @@ async def test_a_node_that_gives_less_than_others_is_told_of_once(order: str) ->
     assert [(one["node_id"], one["source"], one["bytes_per_s"]) for one in told] == [
         ("n0", SOURCE, pytest.approx(1.0))
     ]
+    (event,) = starts.kept.told
+    assert (event.kind, event.entity) == ("node_slow", "n0")
+    assert event.data == {"source": SOURCE, "bytes_per_s": pytest.approx(1.0)}

@@ -1,6 +1,6 @@
 """What the scheduler learns from what workers show beside their starts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -24,6 +24,7 @@ from pilotlight.scheduler.explained import actual_of
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, sample_of, stage_sample_of
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.rows import Event
 from pilotlight.scheduler.shown import WRITE_EVERY_S, Shown
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +49,7 @@ class Kept:
     ) -> None:
         self.saved += records
 
-    async def save_learned(self, estimates: Any, rows: Any) -> None:
+    async def save_learned(self, estimates: Any, rows: Any, told: Sequence[Event]) -> None:
         self.rows.append(set(rows))
 
 

@@ -97,6 +97,7 @@ async def test_it_serves_dies_in_mid_stream_and_serves_the_same_tokens_again(
     up = await engine.start()
     assert up.pid == engine.pid
     assert up.load_bytes_per_s > 1e6
+    assert up.memory_bytes_per_s > 1e6
     assert await engine.start() == up, "starting what runs changes nothing"
     listener = Listener(engine)
     loaded = await load(engine, listener, pool)

@@ -11,7 +11,7 @@ one that used it last.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pilotlight.policy.ids import Digest
 
@@ -36,6 +36,9 @@ class DiskBooks:
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    def __iter__(self) -> Iterator[Digest]:
+        return iter(self._owners)
 
     def follow(self, order: Iterable[Digest]) -> None:
         """Take an order of models in the place of the last one, the least important first."""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 import structlog
@@ -129,6 +130,11 @@ class DiskTier:
             if self._lock_descriptor >= 0:
                 os.close(self._lock_descriptor)
                 self._lock_descriptor = -1
+
+    def paths(self, count: int) -> list[Path]:
+        """Files of chunks that are there, so many at the most."""
+        with self._mutex:
+            return [self._path(digest) for digest in islice(self._books, count)]
 
     def read(self, digest: Digest, work: ChunkWork) -> None:
         """As ``Origin.read``: a file that is gone, torn or wrong is forgotten, and nothing is wrong
@@ -305,9 +311,7 @@ class DiskTier:
                         os.unlink(entry.path)
 
     def _is_ours(self) -> bool:
-        """Whether the folder is still the one that is locked, and not one that was made anew in its
-        place.
-        """
+        """Whether the folder is still the one that is locked, and not one made anew."""
         if self._lock_descriptor < 0:
             return False
         try:

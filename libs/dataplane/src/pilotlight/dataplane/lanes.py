@@ -40,6 +40,8 @@ class Lane:
     ) -> None:
         self.bytes_per_s: float | None = None
         """What the link gave lately, all reads together; None: nothing was measured yet."""
+        self.probed_bytes_per_s: float | None = None
+        """What counts until then: a probe's."""
         self._clock = clock
         self._limit = limit
         self._concurrency = Concurrency(
@@ -150,10 +152,18 @@ class Lanes:
             )
         return self._lanes[origin.link][1]
 
+    def probed(self, origin: Origin, bytes_per_s: float) -> None:
+        """An origin's link would give so much, by a probe; its use tells better."""
+        self.of(origin).probed_bytes_per_s = bytes_per_s
+
     def measured(self) -> tuple[LinkSpeed, ...]:
-        """What each link gave lately."""
-        return tuple(
-            LinkSpeed(kind=kind, name=link, bytes_per_s=lane.bytes_per_s)
+        """What each link gave lately, or a probe found."""
+        known = (
+            (kind, link, lane.probed_bytes_per_s if lane.bytes_per_s is None else lane.bytes_per_s)
             for link, (kind, lane) in self._lanes.items()
-            if lane.bytes_per_s is not None
+        )
+        return tuple(
+            LinkSpeed(kind=kind, name=link, bytes_per_s=rate)
+            for kind, link, rate in known
+            if rate is not None
         )

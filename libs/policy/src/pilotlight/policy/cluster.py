@@ -317,7 +317,7 @@ PEER_LINK = "peer://"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
     """What a link gave a node when it was last busy, all reads together, by the loader's
-    measurement.
+    measurement; of a disk that was not read from yet, what a probe found.
     """
 
     kind: OriginKind
@@ -351,7 +351,7 @@ class NodeFacts:
     that has no key."""
     dataplane_port: int = 0
     links: tuple[LinkSpeed, ...] = ()
-    """Those over which chunks came."""
+    """Those over which chunks came, and the node's disk."""
     distrusted: tuple[str, ...] = ()
     """Nodes that gave this node wrong bytes, and are not asked until some time has passed."""
 

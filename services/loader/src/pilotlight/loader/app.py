@@ -38,7 +38,7 @@ from pilotlight.dataplane.source_origin import ModelSource, SourceOrigin
 from pilotlight.loader.agent import Agent
 from pilotlight.loader.coalescing import Coalescing
 from pilotlight.loader.devices import WorkerDevices, find_gpus, plan_workers
-from pilotlight.loader.disk import NodeDisk, open_disk
+from pilotlight.loader.disk import DiskProbing, NodeDisk, open_disk
 from pilotlight.loader.handlers import Handlers
 from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_of, save_epoch
 from pilotlight.loader.links import NodeLinks, find_links
@@ -182,9 +182,13 @@ async def build(context: Context[LoaderSettings]) -> Application:
         if is_ahead and tools.native is not None
         else []
     )
-    return Application(
-        components=[*first, keeper, *ahead, *second, server, reporter, handlers, supervisor]
+    probing = (
+        [DiskProbing(disk, copies, tools.lanes, context.clock, changes.note)]
+        if disk is not None
+        else []
     )
+    served = [server, reporter, handlers, supervisor]
+    return Application(components=[*first, keeper, *ahead, *second, *served, *probing])
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:

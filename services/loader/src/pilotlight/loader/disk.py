@@ -1,10 +1,16 @@
-"""The node's disk tier: opened, filled in the background, let go."""
+"""The node's disk tier: opened, measured and filled in the background, let go."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
+from pilotlight.common.clock import Clock
 from pilotlight.common.service import Context
+from pilotlight.dataplane.copies import HostCopies
+from pilotlight.dataplane.disk_probe import DiskProbe
 from pilotlight.dataplane.disk_tier import DiskOrigin, DiskTier
 from pilotlight.dataplane.disk_writer import DiskWriter
+from pilotlight.dataplane.lanes import Lanes
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.settings import LoaderSettings
@@ -28,6 +34,56 @@ class NodeDisk:
         """Write no more, and let another loader have the folder."""
         await asyncio.to_thread(self.writer.stop)
         self.tier.close()
+
+
+class DiskProbing:
+    """Measures the disk behind the loader's start. What it gives is reported as the speed of other
+    links is, until a fetch from it tells better.
+    """
+
+    def __init__(
+        self,
+        disk: NodeDisk,
+        copies: HostCopies,
+        lanes: Lanes,
+        clock: Clock,
+        changed: Callable[[], None],
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            disk: What is measured.
+            copies: Their fetches go before it.
+            lanes: Told what it gives.
+            clock: For the time that reads take.
+            changed: Called when there is something new to report.
+        """
+        self._disk = disk
+        self._copies = copies
+        self._lanes = lanes
+        self._clock = clock
+        self._changed = changed
+        self._probe: DiskProbe | None = None
+
+    async def start(self) -> None:
+        """Begin; nothing waits for it."""
+        loop = asyncio.get_running_loop()
+        self._probe = DiskProbe(
+            self._disk.tier,
+            self._clock,
+            is_busy=lambda: self._copies.is_fetching or self._disk.writer.waiting > 0,
+            on_rate=partial(loop.call_soon_threadsafe, self._take),
+        )
+        self._probe.start()
+
+    async def stop(self) -> None:
+        """End it."""
+        if self._probe is not None:
+            await asyncio.to_thread(self._probe.stop)
+
+    def _take(self, bytes_per_s: float) -> None:
+        self._lanes.probed(self._disk.origin, bytes_per_s)
+        self._changed()
 
 
 async def open_disk(

@@ -4,7 +4,7 @@ token, learns from it.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -43,6 +43,7 @@ from pilotlight.scheduler.records import (
 )
 from pilotlight.scheduler.registered import StoredProfile
 from pilotlight.scheduler.repository import SchedulerRepository
+from pilotlight.scheduler.rows import Event, slow
 from pilotlight.scheduler.shown import WRITE_EVERY_S, Shown
 from pilotlight.scheduler.timing_rows import changed_rows
 
@@ -298,10 +299,18 @@ class ColdStarts:
         if not news:
             return
         timings = self.timings.learned(stages) if stages else self.timings
-        await self._write(timings, list(news.values()))
+        lag = self._newly_slow(timings, {one.source for one in stages})
+        await self._write(timings, list(news.values()), [slow(*one) for one in lag])
         # Decisions may still look at the mappings as they were.
         self.estimates = with_estimates(self.estimates, news.values())
-        self._tell_of_slow(timings, {one.source for one in stages})
+        for node_id, source, bytes_per_s in lag:
+            log.warning(
+                "a node fetches at less than half of the rate of others",
+                action="node_slow",
+                node_id=node_id,
+                source=source,
+                bytes_per_s=bytes_per_s,
+            )
         self.timings = timings
         self._learned.update(
             one.node_id for entry in learned_of for one in entry.instance.placements
@@ -324,25 +333,27 @@ class ColdStarts:
         if self.timings is not written and self._clock.monotonic_s() - at_s >= WRITE_EVERY_S:
             await self._write(self.timings, [])
 
-    async def _write(self, timings: Timings, estimates: list[Estimate]) -> None:
+    async def _write(
+        self, timings: Timings, estimates: list[Estimate], told: Sequence[Event] = ()
+    ) -> None:
         """Write what differs from what was written."""
-        await self._repository.save_learned(estimates, changed_rows(self._written[1], timings))
+        rows = changed_rows(self._written[1], timings)
+        await self._repository.save_learned(estimates, rows, told)
         self._written = (self._clock.monotonic_s(), timings)
 
-    def _tell_of_slow(self, timings: Timings, sources: AbstractSet[str]) -> None:
-        """Say once that a node's link gives less than that of others. It may be seen only when
+    def _newly_slow(
+        self, timings: Timings, sources: AbstractSet[str]
+    ) -> list[tuple[NodeId, str, float]]:
+        """Nodes whose link gives less than that of others, each once. It may be seen only when
         others fetch: a node that promised the most gets the first start, and then no more.
         """
-        for (node_id, source), rate in timings.rates.items():
-            slow = source in sources and timings.lags(node_id, source)
-            if slow and not self.timings.lags(node_id, source):
-                log.warning(
-                    "a node fetches at less than half of the rate of others",
-                    action="node_slow",
-                    node_id=node_id,
-                    source=source,
-                    bytes_per_s=rate.value,
-                )
+        return [
+            (node_id, source, rate.value)
+            for (node_id, source), rate in timings.rates.items()
+            if source in sources
+            and timings.lags(node_id, source)
+            and not self.timings.lags(node_id, source)
+        ]
 
     def _log(self, record: ColdStart) -> None:
         self._metrics.cold_start_finished(record)

@@ -26,11 +26,13 @@ from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 from pilotlight.scheduler.rows import (
     NOW,
+    Event,
     Move,
     Rows,
     cold_start_row,
     decision_row,
     ended,
+    late,
     moved,
     planned,
 )
@@ -181,7 +183,7 @@ class SchedulerRepository:
                 instances=(instance,),
                 decisions=(self._row_of(decision),),
                 opened=(cold_start_row(cold_start),),
-                events=(planned(instance),),
+                events=(planned(instance), *late(instance, decision)),
             )
         )
 
@@ -249,12 +251,15 @@ class SchedulerRepository:
                 )
             )
 
-    async def save_learned(self, estimates: Sequence[Estimate], timings: TimingRows) -> None:
+    async def save_learned(
+        self, estimates: Sequence[Estimate], timings: TimingRows, told: Sequence[Event] = ()
+    ) -> None:
         """Write what was learned.
 
         Args:
             estimates: One of each model and kind of device.
             timings: Those that are others than before.
+            told: Of what they show.
 
         Raises:
             NotLeader: the term is over.
@@ -263,6 +268,8 @@ class SchedulerRepository:
         if not (estimates or timings):
             return
         async with self._fence.unit_of_work() as work:
+            for one in told:
+                work.emit(one.kind, one.entity, one.data, one.trace_parent)
             if timings:
                 rows = insert(tables.timings).values(
                     [

@@ -16,7 +16,7 @@ from pilotlight.common.db.session import UnitOfWork
 from pilotlight.common.errors import Conflict
 from pilotlight.common.policy_version import policy_version
 from pilotlight.common.telemetry import current_traceparent
-from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.ids import InstanceId, NodeId
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.explained import actual_of
 from pilotlight.scheduler.records import ColdStart, Decision
@@ -93,6 +93,24 @@ def planned(instance: Instance) -> Event:
     workers = [place.worker_id for place in instance.placements]
     data = {"model": instance.model, "decision_id": instance.decision_id, "workers": workers}
     return event("instance_planned", instance.instance_id, data)
+
+
+def late(instance: Instance, decision: Decision) -> tuple[Event, ...]:
+    """What is told of a start by which no choice meets the SLO, if none does."""
+    if decision.outcome.get("meets_slo", True):
+        return ()
+    data = {
+        "model": instance.model,
+        "decision_id": decision.decision_id,
+        "predicted_ttft_s": decision.outcome["scheme"]["predicted_ttft_s"],
+        "slo_ttft_s": decision.inputs["models"][0]["slo"]["ttft_ms"] / 1000,
+    }
+    return (event("start_misses_slo", instance.instance_id, data),)
+
+
+def slow(node_id: NodeId, source: str, bytes_per_s: float) -> Event:
+    """A node fetches at less than half of the rate of others."""
+    return event("node_slow", node_id, {"source": source, "bytes_per_s": bytes_per_s})
 
 
 def moved(move: Move) -> tuple[Event, ...]:

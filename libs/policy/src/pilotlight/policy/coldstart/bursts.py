@@ -1,10 +1,12 @@
-"""Several starts at once: which groups a burst of requests gets (ParaServe, section 6.1).
+"""Several requests, or starts, at once: by when a start has to be ready for all that wait, and
+which groups a burst gets (ParaServe, section 6.1).
 
 A group of s stages whose workers all have room for the model becomes s instances. So a burst that
 needs n more instances can have n groups of one worker, or fewer and larger groups, which serve
 earlier and have the same number of instances in the end (figure 7).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +35,33 @@ class Burst:
         return sum(not group.meets_slo for group in self.groups)
 
 
+OTHERS = 1.5
+"""What the prompt of another request that waits takes of what the oldest one's does, whose length
+alone is told: in a mean of few prompts some are longer."""
+
 Choose = Callable[[StartRequest, Sequence[Server], StartRules], StartScheme | None]
+
+
+def for_all(
+    request: StartRequest, servers: Sequence[Server], waiting: int, instances: int
+) -> StartRequest | None:
+    """The same request with an SLO so much shorter that the last of all prompts that wait is in
+    time, too, where an instance computes one after the other; None where the oldest waits alone, or
+    no start can be so early.
+
+    Args:
+        request: As for the oldest.
+        servers: Where it could go.
+        waiting: Requests.
+        instances: Among which they are shared out.
+    """
+    others = math.ceil(waiting / max(1, instances)) - 1
+    behind_s = OTHERS * others * max((one.prefill_s for one in servers), default=0.0)
+    model = request.model
+    ttft_ms = model.slo.ttft_ms - 1000 * behind_s
+    if others < 1 or ttft_ms <= 1000 * request.waited_s:
+        return None
+    return replace(request, model=replace(model, slo=replace(model.slo, ttft_ms=ttft_ms)))
 
 
 def group_sizes(instances: int, size: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pilotlight.policy.cluster import DeviceKind
-from pilotlight.policy.coldstart.bursts import choose_burst
+from pilotlight.policy.coldstart.bursts import choose_burst, for_all
 from pilotlight.policy.coldstart.contention import FetchBooks
 from pilotlight.policy.coldstart.facts import ClusterFacts, Usual, servers_for
 from pilotlight.policy.coldstart.policies import CHOICES, StartPolicy
@@ -92,6 +92,8 @@ def choose_with(
     4. of a burst that wants several instances, the first group of those in which all of it meets
        the SLO in free room, if groups do that which are no single workers (``bursts``). A burst
        that is late anyhow gets one worker after the other
+    5. of several requests that wait, the last one is to be in time, too, where free room allows it
+       (``bursts.for_all``): the workers of an instance compute one prompt after the other
 
     Args:
         model: To be started.
@@ -108,6 +110,8 @@ def choose_with(
         list(found),
     )
     asked, rules = -1, _with_hops(rules, known.timings)
+    is_ours = rules.policy is StartPolicy.PILOTLIGHT
+    waiting = sum(one.waiting for one in snapshot.demand if one.model == model.name)
     for tier in tiers:  # 1
         if len(tier) == asked:
             continue
@@ -116,8 +120,11 @@ def choose_with(
         request = replace(request, whole=whole)
         if (group := _of_burst(request, servers, tier, rules, instances)) is not None:  # 4
             return group
-        best = _in_room(request, servers, tier, rules)
-        if best is not None and not best.meets_slo and rules.policy is StartPolicy.PILOTLIGHT:
+        sooner = for_all(request, servers, waiting, instances) if is_ours else None
+        best = sooner and _choose(sooner, _as_free(servers, tier), tier, rules)  # 5
+        if best is None or not best.meets_slo:
+            best = _in_room(request, servers, tier, rules)
+        if best is not None and not best.meets_slo and is_ours:
             best = _when_late(request, servers, tier, rules, best)  # 3
         if best is not None:
             return best

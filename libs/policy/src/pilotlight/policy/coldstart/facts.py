@@ -118,8 +118,8 @@ def servers_for(
 
 def link_capacities(nodes: Iterable[NodeFacts]) -> Mapping[LinkName, float]:
     """B of the links that nodes report, for the books: both directions of each node's network, and
-    disks as far as they were busy. What a model was registered from has no entry: what it gives is
-    learned by node (``Timings.fetch_bytes_per_s``).
+    disks as far as they were probed or busy. What a model was registered from has no entry: what it
+    gives is learned by node (``Timings.fetch_bytes_per_s``).
     """
     capacities: dict[LinkName, float] = {}
     for node in nodes:

@@ -12,9 +12,10 @@ each term has one place, a seed for the time before the first sample, and a fall
                                                              what the device reads a second
     t_d, a line over bytes read     model and kind           bytes over the rate of device memory
     p, host to device               node and kind            the probe; the device's own figure
-    device memory, disk             node and kind            the probe; p, as a lower bound
+    device memory                   node and kind            the probe; p, as a lower bound
                                                              (what the worker reports goes first)
-    b                               node and source          the source at other nodes; the node's link
+    b                               node and source          the source at other nodes; the node's
+                                                             link. Of a disk: what its node reports
     t_n                             pair of nodes            all pairs; a constant
     rows, commands, request, token  kind on all nodes        0: nothing is known of them
 
@@ -86,7 +87,6 @@ class Probe:
     device_kind: DeviceKind
     load_bytes_per_s: float = 0.0
     memory_bytes_per_s: float = 0.0
-    disk_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

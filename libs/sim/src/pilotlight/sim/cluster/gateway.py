@@ -60,13 +60,14 @@ class Gateway:
             del self.waiting[model], self.since_s[model]
 
     def demand(self, now_s: float) -> tuple[Demand, ...]:
-        """What waits."""
+        """What waits, with the length of the oldest prompt, as gateways tell it."""
         return tuple(
             Demand(
                 model=model,
                 waiting=len(queue),
                 oldest_age_s=now_s - queue[0].arrived_s,
                 deadline_in_s=queue[0].arrived_s + self.models[model].slo.ttft_ms / 1000 - now_s,
+                prompt_tokens=queue[0].prompt_tokens,
             )
             for model, queue in sorted(self.waiting.items())
         )

@@ -25,6 +25,8 @@ PROBE_BYTES = 32 * 1024 * 1024
 """Bytes that are copied to learn how fast parts can be placed: more than the caches hold."""
 MEMORY_PROBE_BYTES, MEMORY_PROBES = 128 * 1024 * 1024, 8
 """Bytes that are copied within a device to learn how fast it reads: more than its caches hold."""
+CORES_PROBES = 2
+"""The same of cores, with ``PROBE_BYTES``."""
 CUDA_STEP_TOKENS = 10_240
 """Tokens of a forward pass on a GPU: what keeps it busy, and so many that few steps of those that
 run are stretched by prompts (decision 35)."""
@@ -88,12 +90,14 @@ def open_device(
             keep_promises=True,
         )
         return _open_cuda(limits, device_bytes, clock)
+    filled_bytes_per_s, read_bytes_per_s = _host_bytes_per_s(threads, clock)
     return OpenDevice(
         arena=CpuArena(address=ARENA_ADDRESS),
         name=f"cpu ({threads} threads)",
-        load_bytes_per_s=_host_bytes_per_s(clock),
+        load_bytes_per_s=filled_bytes_per_s,
         limits=_limits(step_tokens) if step_tokens else BatchLimits(),
         probe=CPU_PROBE,
+        memory_bytes_per_s=read_bytes_per_s,
     )
 
 
@@ -160,14 +164,28 @@ def _limits(step_tokens: int) -> BatchLimits:
     return BatchLimits(step_tokens=step_tokens, running=min(BatchLimits().running, step_tokens))
 
 
-def _host_bytes_per_s(clock: Clock) -> float:
+def _host_bytes_per_s(threads: int, clock: Clock) -> tuple[float, float]:
+    """How fast one thread fills memory that is new, and what the engine's threads read of memory
+    together while they copy within it: no less, so that a busy moment does not make it so.
+    """
     source = bytearray(PROBE_BYTES)
     target = bytearray(PROBE_BYTES)
 
     def copy() -> None:
         target[:] = source
 
-    return _bytes_per_s(copy, clock)
+    filled_bytes_per_s = _bytes_per_s(copy, clock)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    one, other = (torch.frombuffer(each, dtype=torch.uint8) for each in (source, target))
+    one.copy_(other)  # What was never written is nowhere.
+    start_s = clock.monotonic_s()
+    for _ in range(CORES_PROBES):
+        other.copy_(one)
+    took_s = max(1e-6, clock.monotonic_s() - start_s)
+    torch.set_num_threads(before)
+    # Reads and writes share the rate, as on a GPU.
+    return filled_bytes_per_s, max(filled_bytes_per_s, 2 * CORES_PROBES * PROBE_BYTES / took_s)
 
 
 def _pinned_bytes_per_s(device: torch.device, clock: Clock) -> float:
