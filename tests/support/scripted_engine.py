@@ -15,6 +15,7 @@ from pilotlight.engine.errors import UnknownInstance
 from pilotlight.engine.results import FirstPrefill, PlacedPart, StageRoom, StepResult
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engine_child.ahead import WarmUp
 from pilotlight.worker.engine_child.loop import ChildLoop
 from pilotlight.worker.engine_child.pins import Pins
 
@@ -210,7 +211,13 @@ def idle_result(produced: list[Produced], turn_of: InstanceId | None) -> StepRes
 class Parent:
     """The other end: sends commands, reads answers until one of a kind comes."""
 
-    def __init__(self, engine: ScriptedEngine, faults: str = "", pins: Pins | None = None) -> None:
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        faults: str = "",
+        pins: Pins | None = None,
+        warm_up: WarmUp | None = None,
+    ) -> None:
         self.ours, theirs = socket.socketpair()
         self.theirs = theirs
         self._buffer = FrameBuffer(EventFrame)
@@ -218,7 +225,9 @@ class Parent:
         self.sent_s = 0.0
         """When the last answer was sent, as its frame says."""
         self.failure: Exception | None = None
-        served = ChildLoop(theirs, engine, engine.clock, Faults.parse(faults), pins)
+        served = ChildLoop(
+            theirs, engine, engine.clock, Faults.parse(faults), pins, warm_up=warm_up
+        )
 
         def serve() -> None:
             try:

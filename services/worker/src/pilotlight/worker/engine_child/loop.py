@@ -44,6 +44,7 @@ from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
+from pilotlight.worker.engine_child.ahead import WarmUp
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.pins import Pins
@@ -108,7 +109,9 @@ class ChildLoop:
         pins: Pins | None = None,
         slate: Slate | None = None,
         neighbours: Neighbours | None = None,
+        warm_up: WarmUp | None = None,
     ) -> None:
+        self._warm_up = warm_up or WarmUp(clock)
         self._connection = connection
         self._engine = engine
         self._clock = clock
@@ -143,12 +146,16 @@ class ChildLoop:
         """
         listen(self._turn_to)
         self._send(up)
+        self._warm_up.wait()
         while not self._ended:
             busy = (bool(self._parts) and not self._copying) or self._engine.has_work
             idle = not (busy or self._loads.any)
             pins = idle and self._pins is not None and self._pins.waiting
             proof = idle and self._loads.restoring.due
             self._receive(0 if busy or pins or proof else self._idle_s())
+            if self._warm_up.due(loading=self._loads.any or self._ended):
+                self._slate.write(Doing.COMPILING)
+                self._warm_up.run()
             if pins and not self._received and self._pins is not None:
                 self._slate.write(Doing.OBEYING)
                 self._pins.pin_one()
@@ -167,7 +174,7 @@ class ChildLoop:
     def _idle_s(self) -> float | None:
         if self._copying and self._parts:
             return COPYING_S
-        due_s = self._engine.due_s
+        due_s = self._warm_up.before(self._engine.due_s)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
