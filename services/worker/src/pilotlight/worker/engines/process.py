@@ -193,7 +193,15 @@ class ProcessEngine:
             raise EngineFailed(f"the engine did not start: {reason}. See {self._options.log_path}.")
         self._up = first
         self._reading = asyncio.create_task(self._read(child, watch), name="engine events")
-        log.info("engine started", action="engine_started", pid=first.pid, device=first.device_name)
+        start = first.start
+        log.info(
+            "engine started",
+            action="engine_started",
+            pid=first.pid,
+            device=first.device_name,
+            libraries_s=round(start.libraries_s, 3) if start is not None else 0.0,
+            context_s=round(start.context_s, 3) if start is not None else 0.0,
+        )
         if self._spare is not None:
             self._spare.keep()
         return first
