@@ -308,9 +308,7 @@ def measure(shape: str, folder: Path, kind: str) -> Row:
                 say(f"first token after {served.first_token_s(MODEL, prompts[0]):.2f} s")
                 say(f"materialized: {materialize(served)}")
                 logs = Logs(home)
-                rounds = [
-                    one_round(served, home, caches, prompt, logs) for prompt in prompts[1:]
-                ]
+                rounds = [one_round(served, home, caches, prompt, logs) for prompt in prompts[1:]]
             except BaseException:
                 for log in sorted(home.glob("**/*.log")):
                     say(f"== {log.name}\n" + log.read_text(errors="replace")[-4000:])

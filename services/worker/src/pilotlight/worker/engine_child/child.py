@@ -63,8 +63,13 @@ def main(arguments: Sequence[str]) -> int:
     kind = DeviceKind(options.device)
     if options.spare and not _wait_to_be_promoted(connection, kind):
         return 0
+    importing = None
+    if options.ahead:
+        importing = beside("import", partial(import_engine, cuda=kind is DeviceKind.CUDA))
+        if not _is_promoted(connection):
+            return 0
     try:
-        _serve(connection, options, kind, clock, faults)
+        _serve(connection, options, kind, clock, faults, importing)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
         _end_at_once(connection, error)
     return 0
@@ -76,6 +81,7 @@ def _serve(
     kind: DeviceKind,
     clock: Clock,
     faults: Faults,
+    importing: threading.Thread | None,
 ) -> None:
     """Open the device, and be the engine until the parent ends it or is gone.
 
@@ -93,6 +99,9 @@ def _serve(
     if cuda and not options.spare and not options.record_images:
         context = beside("context", open_context)
     # Here and not above: it takes a second or more, and a death meanwhile must not leave an orphan.
+    if importing is not None:
+        importing.join()
+    # What failed in a thread fails here again, and is told.
     import_engine(cuda=cuda)
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
@@ -198,12 +207,21 @@ def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKin
         raise faults[0]
     try:
         connection.sendall(frame(Timed(SpareReady(device_open=_device_open()))))
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+        return False
+    return _is_promoted(connection)
+
+
+def _is_promoted(connection: socket.socket) -> bool:
+    """Wait for the parent's word; False when it wants no engine of this child."""
+    try:
         buffer = FrameBuffer(CommandFrame)
         # Nothing follows ``Promote`` until the child has said that it is up.
         while data := connection.recv(RECEIVE_BYTES):
             if commands := buffer.feed(data):
                 return isinstance(commands[0].message, Promote)
-    except (BrokenPipeError, ConnectionResetError):
+    except ConnectionResetError:
         log.info("the parent is gone", action="engine_orphaned")
     return False
 
@@ -253,6 +271,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help="most tokens of a forward pass; as the device likes, by default",
     )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
+    parser.add_argument(
+        "--ahead", action="store_true", help="import, and open no device before the parent says so"
+    )
     parser.add_argument(
         "--record-images", action="store_true", help="keep images of kernels, to write graphs down"
     )
