@@ -7,11 +7,12 @@ killed at once, and a request is sent, which waits at the gateway while the supe
 loader again. The clock starts when that process does, and stops at the first text at the client.
 
 ``python materialize_process.py SHAPE FOLDER KIND`` prints one line of JSON: each round, in
-milliseconds since the loader began. By ``/proc``: ``worker``, ``engine``; by logs: ``planned`` (the
-loader knows its devices and begins its worker), ``up`` (the engine), and of what the engine did
-until then ``libraries`` and ``context`` (how long); by the start's record: each phase's end; by the
-client: ``ttft``, ``asked`` (negative: before the loader began). ``compiled`` counts kernels that
-were compiled in the round, and ``restored`` says whether the start came from the artifact.
+milliseconds since the loader began. By ``/proc``: ``worker`` and ``engine``, when their processes
+began; by logs: ``planned`` (the loader knows its devices and begins its worker), ``up`` (the
+engine), and how long the engine waited for its imports when the worker wanted it (``libraries``)
+and for its device (``context``); by the start's record: each phase's end; by the client: ``ttft``,
+``asked`` (negative: before the loader began). ``compiled`` counts kernels that were compiled in the
+round, and ``restored`` says whether the start came from the artifact.
 """
 
 import contextlib
@@ -175,11 +176,18 @@ def timeline(lines: Iterator[dict[str, Any]], began_s: float, wall_offset_s: flo
 
 
 def phases(record: Mapping[str, Any], began_s: float, wall_offset_s: float) -> Row:
-    """When each phase of a start's record ended; the last of those that have one name."""
+    """When each phase of a start's record ended; the last of those that have one name.
+
+    Args:
+        record: of the start.
+        began_s: when the loader did.
+        wall_offset_s: from that clock to the wall's.
+    """
     row: Row = {}
     for phase in record.get("phases", ()):
         name = f"{phase['name']}_end_ms"
-        end_ms = (phase["end_s"] - wall_offset_s - began_s) * 1e3
+        end_s = phase["end_s"] + phase["wall_offset_s"] - wall_offset_s
+        end_ms = (end_s - began_s) * 1e3
         row[name] = max(row.get(name, end_ms), end_ms)
     return row
 
