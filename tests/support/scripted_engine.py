@@ -47,6 +47,8 @@ class ScriptedEngine:
         self.early = False
         """Requests run as far as parts are in place."""
         self.fresh = False
+        self.early_parts: list[list[int] | None] = []
+        """Of each load, what had come when it began; None: batches of others ran."""
         self.may_step = threading.Event()
         self.may_step.set()
 
@@ -75,10 +77,12 @@ class ScriptedEngine:
         plan: Any = None,
         *,
         may_grow: bool = False,
+        early: Any = None,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error
         self.slots[instance_id] = slot
+        self.early_parts.append(sorted(early()) if early is not None else None)
         self.expected[instance_id] = set(spec.parts_of(stage))
         if stage == spec.whole:
             self.whole.add(instance_id)

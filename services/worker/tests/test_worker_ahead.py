@@ -1,20 +1,25 @@
-"""What a cold engine's first token need not wait for: a device's context beside the imports, and
-warming up when no model comes.
+"""What a cold engine's first token need not wait for: a device's context beside the imports, warming
+up when no model comes, copies beside the rest of a stage.
 """
 
 import os
+import socket
 import sys
 import threading
 from typing import Any
 
 import pytest
 from fake_cuda import fake_cuda
-from scripted_engine import Parent, ScriptedEngine
+from scripted_engine import Parent, ScriptedEngine, run
 
 from pilotlight.common.clock import ManualClock
+from pilotlight.common.envelope import Timed
+from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.engine import EngineUp, Shutdown, StageLoaded
+from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.engine_child import ahead
 from pilotlight.worker.engine_child.ahead import WARM_UP_AFTER_S, WarmUp, beside, open_context
+from pilotlight.worker.engine_child.inbox import EARLY_PARTS, Inbox
 
 JOIN_S = 10.0
 
@@ -103,3 +108,40 @@ def test_a_device_on_which_warming_up_fails_ends_the_process(scripted: ScriptedE
     parent = Parent(scripted, warm_up=WarmUp(scripted.clock, fail, 0.0))
     parent.thread.join(JOIN_S)
     assert isinstance(parent.failure, RuntimeError)
+
+
+def test_copies_of_parts_that_have_come_begin_before_a_stage_is_set_up(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    parent = Parent(scripted)
+    parts = pool.places()
+    parent.send(pool.load(), *parts)
+    parent.until(StageLoaded)
+    assert scripted.early_parts == [sorted(one.part for one in parts)[:EARLY_PARTS]]
+    parent.close()
+
+
+def test_copies_of_parts_wait_for_their_turn_while_batches_run(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    parent = Parent(scripted)
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    parent.send(run(), pool.load("inst-2"), *pool.places("inst-2"))
+    assert parent.until(StageLoaded).instance_id == "inst-2"
+    assert scripted.early_parts[1] is None
+    parent.close()
+
+
+def test_an_inbox_tells_of_parts_and_keeps_the_order(pool: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inbox = Inbox(theirs)
+        said = [pool.load(), *pool.places(), *pool.places("inst-2"), Shutdown()]
+        ours.sendall(b"".join(frame(Timed(one)) for one in said))
+        ours.shutdown(socket.SHUT_WR)
+        found = inbox.parts_of(InstanceId("inst-2"))
+        assert [one.part for one in found] == [one.part for one in pool.places()][:EARLY_PARTS]
+        assert inbox.parts_of(InstanceId("inst-3")) == [], "and the parent's end takes nothing away"
+        assert [one.message for one in inbox.commands()] == said
+        assert not inbox.read()

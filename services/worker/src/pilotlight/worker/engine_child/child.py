@@ -36,8 +36,9 @@ from pilotlight.worker.engine_child.ahead import (
     open_context,
     read_compiler,
 )
+from pilotlight.worker.engine_child.inbox import RECEIVE_BYTES
 from pilotlight.worker.engine_child.kernels import note_kernels
-from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
+from pilotlight.worker.engine_child.loop import ChildLoop, last_words
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
 
