@@ -16,6 +16,8 @@ imported and its context made before the clock starts:
   in an engine that has run a small model before the clock starts, as a worker's has;
 * ``cold-decode`` and ``cold-busy``: as ``cold-warm``, without the graphs of prompts, and without
   rest: the other graphs are made before the first token;
+* ``cold-where``, where it is asked for: as ``cold-warm``, and standard error tells where the
+  threads were until the first token, line by line: looking takes time of its own;
 * ``process``, where it is asked for: the first token of a whole system whose loader, worker and
   engines begin while the request waits (``materialize_process.py``). ``--kind cpu`` with the shape
   ``tiny`` tries it without a GPU.
@@ -24,6 +26,13 @@ What of the first graph takes how long is in ``took_``: reading and opening the 
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
 gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
 images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
+
+Cold starts tell a timeline, in milliseconds from their beginning: ``reserved`` (the parts' memory;
+copies begin), ``at_steps`` (the stage has its steps), ``begun`` (it is set up; then recorded kernels
+are read, which takes ``kernels``),
+``placed`` (the last copy is done), ``at_prompt128_ready`` (its graph), ``_asked`` (the prompt
+begins), ``_trial`` (the graph's proof is launched), ``_proved``, ``_run`` (the prompt is launched),
+and ``ttft``.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
@@ -65,6 +74,7 @@ WAYS = (
     "cold-busy",
     "cold-warm",
 )
+WHERE = "cold-where"
 PROCESS = "process"
 """Of a whole system, with a job of its own."""
 TINY = "tiny"
@@ -81,6 +91,7 @@ WHAT = {
     "cold-decode": "a cold start in a warm engine, with recorded decode graphs and kernels",
     "cold-busy": "a cold start in a warm engine that makes all graphs at once, with kernels",
     "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
+    WHERE: "a cold start in a warm engine, looked at every millisecond",
     PROCESS: "the first token of a truly cold process, through the whole system",
 }
 Row = dict[str, Any]
@@ -190,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, TINY), default=list(SHAPES))
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, PROCESS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, WHERE, PROCESS), default=list(WAYS))
     parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"), help=f"for {PROCESS}")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")

@@ -10,7 +10,7 @@ from pilotlight.common.messages.engine import CommandFrame, PlacePart
 from pilotlight.policy.ids import InstanceId
 
 RECEIVE_BYTES = 1024 * 1024
-EARLY_PARTS = 8
+EARLY_PARTS = 16
 """Of a stage, whose copies begin before all else of it is set up; the others have come by then."""
 
 

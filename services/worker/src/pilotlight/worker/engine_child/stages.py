@@ -127,7 +127,6 @@ class StageLoads:
             RestoreFailed: its artifact does not fit what is here.
         """
         pool, instance_id = self._map(command.pool_path), command.instance_id
-        self.kernels.begin(command)
         model = command.model
         room = self._engine.begin_load(
             command.instance_id,
@@ -140,6 +139,8 @@ class StageLoads:
             may_grow=command.may_grow,
             early=None if inbox is None else lambda: _early(pool, inbox.parts_of(instance_id)),
         )
+        # Beside the copies that have begun; the first of them is launched by a step.
+        self.kernels.begin(command)
         name = PhaseName.INIT
         if command.artifact:
             name = PhaseName.RESTORE
