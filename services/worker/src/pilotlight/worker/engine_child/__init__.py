@@ -2,12 +2,5 @@
 loop.
 """
 
-import sys
-
-if "structlog" not in sys.modules and "rich" not in sys.modules:
-    # structlog loads rich where it is installed, to paint logs for people: 80 modules, none of
-    # which this process uses, and a cold engine's first tokens wait for its imports.
-    sys.modules["rich"] = None  # pyright: ignore[reportArgumentType]
-    import structlog as structlog
-
-    del sys.modules["rich"]
+# Before structlog, of which it keeps something away.
+import pilotlight.common  # noqa: F401 # pyright: ignore[reportUnusedImport]
