@@ -54,7 +54,8 @@ def test_import_diet(service: str) -> None:
     each; nor what only paints logs.
     """
     # In the order of its ``__main__``.
-    code = f"import sys, pilotlight.common.service, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    modules = f"pilotlight.common.service, pilotlight.{service}.app, pilotlight.{service}.settings"
+    code = f"import sys, {modules}; print([m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
