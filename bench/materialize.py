@@ -28,11 +28,10 @@ gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``a
 images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
 
 Cold starts tell a timeline, in milliseconds from their beginning: ``reserved`` (the parts' memory;
-copies begin), ``at_steps`` (the stage has its steps), ``begun`` (it is set up; then recorded kernels
-are read, which takes ``kernels``),
-``placed`` (the last copy is done), ``at_prompt128_ready`` (its graph), ``_asked`` (the prompt
-begins), ``_trial`` (the graph's proof is launched), ``_proved``, ``_run`` (the prompt is launched),
-and ``ttft``.
+copies begin), ``at_steps`` (the stage has its steps), ``begun`` (it is set up; then recorded
+kernels are read, which takes ``kernels``), ``placed`` (the last copy is done),
+``at_prompt128_ready`` (its graph), ``_asked`` (the prompt begins), ``_trial`` (the graph's proof is
+launched), ``_proved``, ``_run`` (the prompt is launched), and ``ttft``.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no

@@ -1,5 +1,5 @@
-"""Where threads are while a start goes on, looked at every millisecond, for a run that is to explain
-where the time goes and gives no figures; and when a start's graphs were ready and ran.
+"""Where threads are while a start goes on, looked at every millisecond, for a run that is to
+explain where the time goes and gives no figures; and when a start's graphs were ready and ran.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""What a cold engine's first token need not wait for: a device's context beside the imports, warming
-up when no model comes, copies beside the rest of a stage.
+"""What a cold engine's first token need not wait for: a device's context beside the imports,
+warming up when no model comes, copies beside the rest of a stage.
 """
 
 import os
