@@ -53,8 +53,10 @@ def test_import_diet(service: str) -> None:
     """A service's process imports neither torch nor transformers: they cost a second and 200 MB
     each; nor what only paints logs.
     """
-    # In the order of its ``__main__``.
-    modules = f"pilotlight.common.service, pilotlight.{service}.app, pilotlight.{service}.settings"
+    # In the order of a loader's and a worker's ``__main__``.
+    modules = (
+        f"pilotlight.common.plain_logs, pilotlight.{service}.app, pilotlight.{service}.settings"
+    )
     code = f"import sys, {modules}; print([m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from typing import TypeVar
 
+import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
 from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.worker.engines.child_process import ChildAhead

@@ -2,5 +2,4 @@
 loop.
 """
 
-# Before structlog, of which it keeps something away.
-import pilotlight.common  # noqa: F401 # pyright: ignore[reportUnusedImport]
+import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
