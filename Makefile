@@ -198,8 +198,8 @@ bench-promises:  ## goodput of an instance that is asked too much, with and with
 bench-kv-return:  ## KV on loan goes back on this machine's GPU, three ways by turns, as JSON: SECONDS=, ROUNDS=; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/kv_return.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-bench-materialize:  ## what recorded graphs save a start on this machine's GPU, beside captures at the start, as JSON: SHAPES=, WAYS=, REPEATS=, SECONDS=, OUT=, COMMIT=; PYTHON= as above
-	@$(or $(PYTHON),$(PY)) bench/materialize.py $(if $(SHAPES),--shapes $(SHAPES)) $(if $(WAYS),--ways $(WAYS)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
+bench-materialize:  ## what recorded graphs save a start on this machine's GPU, beside captures at the start, as JSON: SHAPES=, WAYS=, REPEATS=, SECONDS=, OUT=, COMMIT=; WAYS=process is a whole system, KIND=cpu TINY=1 tries that; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/materialize.py $(if $(TINY),--shapes tiny,$(if $(SHAPES),--shapes $(SHAPES))) $(if $(KIND),--kind $(KIND)) $(if $(WAYS),--ways $(WAYS)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev

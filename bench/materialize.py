@@ -15,12 +15,23 @@ imported and its context made before the clock starts:
 * ``cold-kernels`` and ``cold-warm``: the same with recorded graphs and recorded kernels, and that
   in an engine that has run a small model before the clock starts, as a worker's has;
 * ``cold-decode`` and ``cold-busy``: as ``cold-warm``, without the graphs of prompts, and without
-  rest: the other graphs are made before the first token.
+  rest: the other graphs are made before the first token;
+* ``cold-where``, where it is asked for: as ``cold-warm``, and standard error tells where the
+  threads were until the first token, line by line: looking takes time of its own;
+* ``process``, where it is asked for: the first token of a whole system whose loader, worker and
+  engines begin while the request waits (``materialize_process.py``). ``--kind cpu`` with the shape
+  ``tiny`` tries it without a GPU.
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
 gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
 images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
+
+Cold starts tell a timeline, in milliseconds from their beginning: ``reserved`` (the parts' memory;
+copies begin), ``at_steps`` (the stage has its steps), ``begun`` (it is set up; then recorded
+kernels are read, which takes ``kernels``), ``placed`` (the last copy is done),
+``at_prompt128_ready`` (its graph), ``_asked`` (the prompt begins), ``_trial`` (the graph's proof is
+launched), ``_proved``, ``_run`` (the prompt is launched), and ``ttft``.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no
@@ -31,6 +42,7 @@ missed.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +58,9 @@ from typing import Any
 from served_gpu import commit, machine
 
 JOB = Path(__file__).resolve().parent / "materialize_job.py"
+WHOLE_JOB = JOB.with_name("materialize_process.py")
+STOP_S = 60.0
+"""For a system's orderly end."""
 SHAPES = ("4B", "8B")
 WAYS = (
     "restore",
@@ -58,8 +73,13 @@ WAYS = (
     "cold-busy",
     "cold-warm",
 )
-SECONDS, JOB_S, LEAST_S = 190.0, 120.0, 5.0
+WHERE = "cold-where"
+PROCESS = "process"
+"""Of a whole system, with a job of its own."""
+TINY = "tiny"
+SECONDS, JOB_S, PROCESS_S, LEAST_S = 190.0, 120.0, 540.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
+PROCESS_MS = {"4B": 4000.0}
 WHAT = {
     "restore": "35 decode and 8 prompt graphs restored, alone",
     "beside": "35 decode and 8 prompt graphs restored while the weights come",
@@ -70,6 +90,8 @@ WHAT = {
     "cold-decode": "a cold start in a warm engine, with recorded decode graphs and kernels",
     "cold-busy": "a cold start in a warm engine that makes all graphs at once, with kernels",
     "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
+    WHERE: "a cold start in a warm engine, looked at every millisecond",
+    PROCESS: "the first token of a truly cold process, through the whole system",
 }
 Row = dict[str, Any]
 
@@ -80,6 +102,7 @@ class Run:
 
     folder: Path
     seconds: float
+    kind: str = "cuda"
     began_s: float = field(default_factory=time.monotonic)
     rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict[tuple[str, str], list[Row]])
     missing: list[str] = field(default_factory=list[str])
@@ -91,6 +114,9 @@ class Run:
 
     def job(self, way: str, shape: str) -> subprocess.Popen[str]:
         """Starts a process, with no kernel compiled before."""
+        if way == PROCESS:
+            command = [sys.executable, str(WHOLE_JOB), shape, str(self.folder), self.kind]
+            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         caches = Path(tempfile.mkdtemp(dir=self.folder))
         return subprocess.Popen(
             [sys.executable, str(JOB), way, shape, str(self.folder)],
@@ -99,13 +125,18 @@ class Run:
             text=True,
         )
 
-    def told(self, job: subprocess.Popen[str], name: str) -> Row | None:
+    def told(self, job: subprocess.Popen[str], name: str, most_s: float = JOB_S) -> Row | None:
         """What a process measured; None: it failed, or there was no time left for it."""
         try:
-            said, _ = job.communicate(timeout=min(JOB_S, max(self.left_s, LEAST_S)))
+            said, _ = job.communicate(timeout=min(most_s, max(self.left_s, LEAST_S)))
         except subprocess.TimeoutExpired:
-            job.kill()
-            job.communicate()
+            # One that has a system ends that.
+            job.send_signal(signal.SIGINT)
+            try:
+                job.communicate(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.communicate()
             self.missing.append(f"{name}: it took too long")
             return None
         if job.returncode:
@@ -119,10 +150,11 @@ class Run:
         if self.left_s < LEAST_S:
             self.missing.append(f"{name}: {self.seconds:g} s are over")
             return
-        found = self.told(self.job(way, shape), name)
-        if found is not None:
-            self.rows.setdefault((way, shape), []).append(found)
-            print(json.dumps({"way": way, "shape": shape, **found}), file=sys.stderr, flush=True)
+        most_s = PROCESS_S if way == PROCESS else JOB_S
+        found = self.told(self.job(way, shape), name, most_s)
+        for row in found.get("rounds", [found]) if found is not None else ():
+            self.rows.setdefault((way, shape), []).append(row)
+            print(json.dumps({"way": way, "shape": shape, **row}), file=sys.stderr, flush=True)
 
 
 def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
@@ -146,6 +178,10 @@ def _medians(run: Run, way: str, shape: str) -> dict[str, float] | None:
 
 def floors(run: Run) -> Iterator[str]:
     """What was missed."""
+    for (way, shape), rows in run.rows.items():
+        ttft_ms = statistics.median(row["ttft_ms"] for row in rows) if way == PROCESS else 0.0
+        if ttft_ms > PROCESS_MS.get(shape, ttft_ms):
+            yield f"{shape}: a truly cold process has its first token after {ttft_ms:.0f} ms"
     for shape in SHAPES:
         alone, beside = (_medians(run, way, shape) for way in ("restore", "beside"))
         if alone is None or beside is None:
@@ -163,8 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, TINY), default=list(SHAPES))
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, WHERE, PROCESS), default=list(WAYS))
+    parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"), help=f"for {PROCESS}")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("materialize.json"))
@@ -183,14 +220,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "date": datetime.now(UTC).date().isoformat(),
     }
     with tempfile.TemporaryDirectory(prefix="pilotlight-materialize-") as folder:
-        run = Run(asked.recorded or Path(folder), asked.seconds)
+        run = Run(asked.recorded or Path(folder), asked.seconds, asked.kind)
         run.folder.mkdir(exist_ok=True)
-        there = {shape for shape in asked.shapes if (run.folder / f"{shape}.kernels").exists()}
-        recording = {shape: run.job("record", shape) for shape in {*asked.shapes} - there}
+        # A whole system builds its own artifact.
+        wanted = {*asked.shapes} if {*asked.ways} - {PROCESS} else set[str]()
+        there = {shape for shape in wanted if (run.folder / f"{shape}.kernels").exists()}
+        recording = {shape: run.job("record", shape) for shape in wanted - there}
         recorded = {shape: run.told(job, f"record {shape}") for shape, job in recording.items()}
         print(json.dumps({"recorded": recorded}), file=sys.stderr, flush=True)
         for way, shape in [*product(asked.ways, asked.shapes)] * asked.repeats:
-            if shape in there or recorded[shape] is not None:
+            if way == PROCESS or shape in there or recorded[shape] is not None:
                 run.measure(way, shape)
                 asked.out.write_text(json.dumps(document(run, about), indent=2) + "\n")
     missed = [*run.missing, *floors(run)]

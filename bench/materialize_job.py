@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ if __name__ == "__main__" and sys.argv[1] == "record":
 
 import torch
 from engine_gpu_weights import spec_of
+from materialize_where import Noted, Where, named
+from torch import Tensor
 
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.engine.compute import GraphPlan
@@ -36,7 +40,14 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.compiled import pack
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, GraphSupplier, StageSteps
+from pilotlight.engine.cuda.graphs import (
+    SIZES,
+    GraphSet,
+    GraphStep,
+    GraphSupplier,
+    Kind,
+    StageSteps,
+)
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import REST_S, RestoredGraphs
@@ -48,10 +59,12 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.materialized import GraphLayout
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import Sampling
+from pilotlight.worker.engine_child.inbox import EARLY_PARTS
 from pilotlight.worker.engine_child.warmup import CUDA_PROBE, warm_up
 
 if TYPE_CHECKING:
     from pilotlight.engine.device.copying import Source
+    from pilotlight.engine.device.parameters import Early
 
 INSTANCE, SLOT = InstanceId("bench"), 2
 KV_TOKENS = 32_768
@@ -93,24 +106,29 @@ class Model:
         """All of it, in the order of execution."""
         return range(self.spec.num_layers + 2)
 
-    def begin(self, plan: GraphPlan | None) -> None:
-        """The stage has its memory."""
+    def begin(self, plan: GraphPlan | None, early: "Early | None" = None) -> None:
+        """The stage has its memory; copies of the parts that come ``early`` have begun."""
         decoder, whole = decoder_of(self.spec), self.spec.whole
         layout = layout_of(self.arena, decoder, whole, Dtype.BFLOAT16)
         room = sum(layout.part(part).num_bytes for part in self.parts)
         blocks = KV_TOKENS // BLOCK_TOKENS
         room += layout.kv_bytes(blocks, self.spec.num_layers, self.arena.granule_bytes)
         self.engine.begin_load(
-            INSTANCE, self.spec, whole, Dtype.BFLOAT16, room, slot=SLOT, plan=plan
+            INSTANCE, self.spec, whole, Dtype.BFLOAT16, room, slot=SLOT, plan=plan, early=early
         )
 
     def place(self) -> float:
         """All parts; the seconds until they are on the device."""
         began_s = time.perf_counter()
-        for part in self.parts:
-            self.engine.place_part(INSTANCE, part, self.sources(part))
+        self.place_all()
         torch.cuda.synchronize()
         return time.perf_counter() - began_s
+
+    def place_all(self) -> None:
+        """All parts, as an engine's process does it whose pool has them."""
+        for part in self.parts:
+            behind = (part + 1, self.sources(part + 1)) if part + 1 in self.parts else None
+            self.engine.place_part(INSTANCE, part, self.sources(part), behind)
 
     def ask(self) -> None:
         """One request comes."""
@@ -118,10 +136,10 @@ class Model:
         sampling = Sampling(seed=0, max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         self.engine.add(RequestId("r"), 1, INSTANCE, prompt, (), sampling)
 
-    def answer(self) -> list[float]:
-        """Steps until it is answered; when each token was there."""
+    def answer(self, tokens: int = OUTPUT_TOKENS) -> list[float]:
+        """Steps until it is answered, or has so many tokens; when each was there."""
         at_s: list[float] = []
-        while self.engine.has_work:
+        while self.engine.has_work and len(at_s) < tokens:
             for one in self.engine.step().produced:
                 at_s += [time.perf_counter()] * len(one.token_ids)
         return at_s
@@ -153,12 +171,24 @@ class Watched(RestoredGraphs):
     """Says when graphs were ready, from when the stage has its memory, in milliseconds."""
 
     def __init__(self, layout: GraphLayout, read: Callable[[], bytes], rest_s: float) -> None:
-        super().__init__(layout, read, rest_s=rest_s)
+        self.moments: dict[str, float] = {}
+        """When something was so for the first time."""
+        super().__init__(layout, read, rest_s=rest_s, open_archive=partial(Noted, self.moments))
         self._count = len(layout.digests)
+
+    def supply(
+        self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
+    ) -> GraphStep | None:
+        """See ``GraphSupplier``: waits for a graph, and for its proof."""
+        name = named(kind.size)
+        self.moments.setdefault(f"{name}_asked", time.perf_counter())
+        found = super().supply(kind, step, output)
+        self.moments.setdefault(f"{name}_proved", time.perf_counter())
+        return found
 
     def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self._began_s = time.perf_counter()
+        self._began_s = self.moments["steps"] = time.perf_counter()
         self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
         self.first_ms = self.all_ms = 0.0
         super().begin(steps, graphs)
@@ -248,7 +278,12 @@ def captured(shape: str) -> dict[str, Any]:
 
 
 def cold(
-    shape: str, plan: GraphPlan | None, kernels: Path | None = None, *, warm: bool = False
+    shape: str,
+    plan: GraphPlan | None,
+    kernels: Path | None = None,
+    *,
+    warm: bool = False,
+    looked: bool = False,
 ) -> dict[str, Any]:
     """One request that waits for the model: its first token, and the gaps behind it.
 
@@ -257,39 +292,54 @@ def cold(
         plan: of its graphs.
         kernels: where compiled ones are; None: they are compiled.
         warm: the engine has run a small model before, as a worker's has.
+        looked: tells where the threads were until the first token.
     """
     model = Model(shape)
     if warm:
         warm_up(model.engine, CUDA_PROBE)
+    kernels_s = 0.0
     began_s = time.perf_counter()
-    if kernels is not None:
-        install()
-        STORE.restore(kernels.read_bytes())
-    restored_s = time.perf_counter()
-    model.begin(plan)
-    begun_s = time.perf_counter()
-    model.ask()
-    for part in model.parts:
-        model.engine.place_part(INSTANCE, part, model.sources(part))
-    placed_s = time.perf_counter()
-    at_s = model.answer()
+    reserved_s: list[float] = []
+
+    def early() -> dict[int, Mapping[str, "Source"]]:
+        reserved_s.append(time.perf_counter())
+        return {part: model.sources(part) for part in model.parts[:EARLY_PARTS]}
+
+    where = Where()
+    with where if looked else nullcontext():
+        model.begin(plan, early)
+        begun_s = time.perf_counter()
+        if kernels is not None:
+            install()
+            STORE.restore(kernels.read_bytes())
+            kernels_s = time.perf_counter() - begun_s
+        model.ask()
+        model.place_all()
+        placed_s = time.perf_counter()
+        at_s = model.answer(1 if looked else OUTPUT_TOKENS)
+    if looked:
+        print(where.told(), file=sys.stderr, flush=True)
+    at_s += model.answer()
     gaps_ms = sorted((after - before) * 1e3 for before, after in itertools.pairwise(at_s))
     told = {
         "ttft_ms": (at_s[0] - began_s) * 1e3,
         "tokens": len(at_s),
         "worst_gap_ms": gaps_ms[-1],
         "median_gap_ms": gaps_ms[len(gaps_ms) // 2],
+        "reserved_ms": (reserved_s[0] - began_s) * 1e3,
         "begun_ms": (begun_s - began_s) * 1e3,
         "placed_ms": (placed_s - began_s) * 1e3,
     }
     if isinstance(plan, RestoredGraphs):
         told |= {f"took_{step}_ms": ms for step, ms in plan.took_ms.items()}
         told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}
+    if isinstance(plan, Watched):
+        told |= {f"at_{name}_ms": (at - began_s) * 1e3 for name, at in plan.moments.items()}
     if kernels is None:
         return told
     return {
         **told,
-        "kernels_ms": (restored_s - began_s) * 1e3,
+        "kernels_ms": kernels_s * 1e3,
         "compiled": len(STORE.compiled),
         "given_up": int(bool(STORE.broken)),
     }
@@ -315,6 +365,7 @@ def main() -> None:
             shape, restored(shape, folder, prompts=False), kernels, warm=True
         ),
         "cold-warm": lambda: cold(shape, restored(shape, folder), kernels, warm=True),
+        "cold-where": lambda: cold(shape, restored(shape, folder), kernels, warm=True, looked=True),
     }
     print(json.dumps(ways[way]()))
     sys.stdout.flush()

@@ -44,16 +44,20 @@ def test_generated_pages_are_current() -> None:
 
 
 SERVICES_WITHOUT_TENSORS = ("gateway", "scheduler", "loader", "cache", "materializer", "worker")
-HEAVY = ("torch", "transformers", "numpy.f2py")
+HEAVY = ("torch", "transformers", "numpy.f2py", "rich")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", SERVICES_WITHOUT_TENSORS)
 def test_import_diet(service: str) -> None:
     """A service's process imports neither torch nor transformers: they cost a second and 200 MB
-    each.
+    each; nor what only paints logs.
     """
-    code = f"import sys, pilotlight.{service}.app, pilotlight.{service}.settings; print([m for m in {HEAVY!r} if m in sys.modules])"
+    # In the order of a loader's and a worker's ``__main__``.
+    modules = (
+        f"pilotlight.common.plain_logs, pilotlight.{service}.app, pilotlight.{service}.settings"
+    )
+    code = f"import sys, {modules}; print([m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -15,6 +15,7 @@ from pilotlight.engine.errors import UnknownInstance
 from pilotlight.engine.results import FirstPrefill, PlacedPart, StageRoom, StepResult
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
+from pilotlight.worker.engine_child.ahead import WarmUp
 from pilotlight.worker.engine_child.loop import ChildLoop
 from pilotlight.worker.engine_child.pins import Pins
 
@@ -46,6 +47,8 @@ class ScriptedEngine:
         self.early = False
         """Requests run as far as parts are in place."""
         self.fresh = False
+        self.early_parts: list[list[int] | None] = []
+        """Of each load, what had come when it began; None: batches of others ran."""
         self.may_step = threading.Event()
         self.may_step.set()
 
@@ -74,10 +77,12 @@ class ScriptedEngine:
         plan: Any = None,
         *,
         may_grow: bool = False,
+        early: Any = None,
     ) -> StageRoom:
         if self.begin_error is not None:
             raise self.begin_error
         self.slots[instance_id] = slot
+        self.early_parts.append(sorted(early()) if early is not None else None)
         self.expected[instance_id] = set(spec.parts_of(stage))
         if stage == spec.whole:
             self.whole.add(instance_id)
@@ -210,7 +215,13 @@ def idle_result(produced: list[Produced], turn_of: InstanceId | None) -> StepRes
 class Parent:
     """The other end: sends commands, reads answers until one of a kind comes."""
 
-    def __init__(self, engine: ScriptedEngine, faults: str = "", pins: Pins | None = None) -> None:
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        faults: str = "",
+        pins: Pins | None = None,
+        warm_up: WarmUp | None = None,
+    ) -> None:
         self.ours, theirs = socket.socketpair()
         self.theirs = theirs
         self._buffer = FrameBuffer(EventFrame)
@@ -218,7 +229,9 @@ class Parent:
         self.sent_s = 0.0
         """When the last answer was sent, as its frame says."""
         self.failure: Exception | None = None
-        served = ChildLoop(theirs, engine, engine.clock, Faults.parse(faults), pins)
+        served = ChildLoop(
+            theirs, engine, engine.clock, Faults.parse(faults), pins, warm_up=warm_up
+        )
 
         def serve() -> None:
             try:

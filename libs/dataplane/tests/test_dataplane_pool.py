@@ -1,5 +1,6 @@
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
-from pilotlight.dataplane.table import ChunkTable
+from pilotlight.dataplane.table import ChunkEntry, ChunkTable
 from pilotlight.policy.ids import Digest, Epoch
 
 POOL_BYTES = 4 * 1024 * 1024
@@ -147,6 +148,27 @@ def test_a_crash_at_any_write_leaves_only_whole_parts(
     assert copies.pop(FIRST) == (0, *finished)
     # A model is whole or not there: until its first entry is freed nothing has happened to it.
     assert copies == ({SECOND: (0,)} if writes == 0 else {})
+    adopted.close(remove=True)
+
+
+def test_what_is_adopted_is_verified_on_several_cores(
+    path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node's starts wait for it."""
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    fill(pool, FIRST, 0, chunks=2)
+    pool.close(remove=False)
+    both = threading.Barrier(2, timeout=10.0)
+    digest_of = HostPool._digest_of
+
+    def together(pool: HostPool, entry: ChunkEntry) -> Digest:
+        both.wait()
+        return digest_of(pool, entry)
+
+    monkeypatch.setattr(HostPool, "_digest_of", together)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert held(adopted) == {FIRST: (0,)}
     adopted.close(remove=True)
 
 

@@ -14,13 +14,18 @@ from fp8_models import quantized_model
 from random_models import source_of
 
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.stream import SMALL_BYTES, PinnedSlabs
+from pilotlight.engine.cuda.stream import SMALL_BYTES, OrderedCopies, PinnedSlabs
+from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
-from pilotlight.engine.errors import BadCheckpoint, EngineFailed
+from pilotlight.engine.engine import Engine
+from pilotlight.engine.errors import BadCheckpoint, EngineFailed, NoRoom
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.native.copier import Copier
+from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype
+
+INSTANCE = InstanceId("early")
 
 
 @pytest.fixture
@@ -200,6 +205,57 @@ def test_parts_that_were_ordered_ahead_come_to_their_places(arena, checkpoint, c
         for name, (_, shape, buffer) in tensors.items():
             expected = torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)
             assert torch.equal(placed[name.removeprefix(decoder.prefix(part))], expected), name
+
+
+def test_copies_begin_before_a_stage_is_set_up(arena, checkpoint, clock, fake, monkeypatch):
+    """The next thing that is asked of the driver is memory for KV."""
+    model, seen = checkpoint("llama"), []
+    engine = Engine(1, clock, arena=arena)
+    resize = KvCache.resize
+    order = arena.copier.order
+
+    def ordered(*given, **named):
+        seen.append("copy")
+        return order(*given, **named)
+
+    def resized(*given):
+        seen.append("kv")
+        resize(*given)
+
+    monkeypatch.setattr(arena.copier, "order", ordered)
+    monkeypatch.setattr(KvCache, "resize", resized)
+    early = {0: model.parts[0], 1: {}, 2: model.parts[2], 99: {}}
+    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
+    engine.begin_load(*given, early=lambda: early)
+    assert seen == ["copy", "copy", "kv"]
+    for part in range(model.spec.num_layers + 2):
+        placed = engine.place_part(INSTANCE, part, model.parts[part])
+    assert placed.ready
+    assert seen.count("copy") == model.spec.num_layers + 2, "no part comes twice"
+    engine.unload(INSTANCE)
+
+
+def test_copies_that_have_begun_end_where_a_stage_cannot_be_set_up(
+    arena, checkpoint, clock, monkeypatch
+):
+    model, ended = checkpoint("llama"), []
+    engine = Engine(1, clock, arena=arena)
+    wait = OrderedCopies.wait
+
+    def waited(copies):
+        wait(copies)
+        ended.append(arena.backed_bytes > 0)
+
+    def refuse(*_):
+        raise NoRoom("the device refuses 64 bytes")
+
+    monkeypatch.setattr(OrderedCopies, "wait", waited)
+    monkeypatch.setattr(KvCache, "resize", refuse)
+    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
+    with pytest.raises(NoRoom):
+        engine.begin_load(*given, early=lambda: {0: model.parts[0], 1: model.parts[1]})
+    assert ended == [True, True], "while their memory was there"
+    assert arena.backed_bytes == 0
 
 
 def test_a_broken_part_that_follows_is_refused_when_it_is_placed(arena, checkpoint, clock):

@@ -209,3 +209,20 @@ def test_memory_is_whose_turn_it_is():
         with memory.of(name):
             now = after
     assert memory.peak_bytes == {"ours": 30, "theirs": 5}, "ours gave 7 back, then took 6"
+
+
+def test_where_threads_are_is_told_by_ours_and_by_the_innermost_line():
+    from materialize_where import Where, place_of
+
+    with Where() as where:
+        while not where.told():
+            pass
+    assert "MainThread" in where.told()
+    frame = sys._getframe()
+    assert place_of(frame).startswith("test_gpu_bench.py:"), "none of ours is in it"
+    code = compile(
+        "import sys\nframe = sys._getframe()", "/src/pilotlight/engine/engine.py", "exec"
+    )
+    names = {}
+    exec(code, names)
+    assert place_of(names["frame"]) == "engine.py:2 <module>"

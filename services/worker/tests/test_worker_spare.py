@@ -17,7 +17,7 @@ from pilotlight.common.errors import EngineFailed
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.worker.engine_child import child
-from pilotlight.worker.engines.child_process import Child, ChildOptions
+from pilotlight.worker.engines.child_process import Child, ChildAhead, ChildOptions
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare
@@ -201,3 +201,49 @@ asyncio.run(main())
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     spare = int(parent.stdout.splitlines()[-1])
     await until(lambda: not lives(spare))
+
+
+async def test_a_child_that_was_started_ahead_becomes_the_engine(options: ChildOptions) -> None:
+    ahead = ChildAhead(options)
+    engine = ProcessEngine(options, ahead=ahead)
+    events = engine.events()
+    pid = ahead.pid
+    up = await engine.start()
+    assert up.pid == pid == engine.pid
+    os.kill(pid, signal.SIGKILL)
+    assert isinstance((await anext(events)).message, EngineDied)
+    assert (await engine.start()).pid != pid, "another one follows"
+    await engine.stop()
+
+
+async def test_a_child_that_was_started_ahead_and_has_died_is_told_of(
+    options: ChildOptions,
+) -> None:
+    ahead = ChildAhead(options)
+    os.kill(ahead.pid, signal.SIGKILL)
+    engine = ProcessEngine(options, ahead=ahead)
+    with pytest.raises(EngineFailed, match="did not start"):
+        await engine.start()
+    await engine.start()
+    assert engine.pid != ahead.pid
+    await engine.stop()
+
+
+async def test_a_child_that_nobody_takes_ends_with_the_engine(options: ChildOptions) -> None:
+    ahead = ChildAhead(options)
+    engine = ProcessEngine(options, ahead=ahead)
+    await engine.stop()
+    assert not lives(ahead.pid)
+
+
+async def test_a_child_that_was_started_ahead_and_cannot_import_says_why(
+    options: ChildOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libtorch is broken')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    engine = ProcessEngine(options, ahead=ChildAhead(options))
+    with pytest.raises(EngineFailed, match="libtorch is broken"):
+        await engine.start()
+    await engine.stop()

@@ -15,7 +15,7 @@ from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
-from pilotlight.engine.device.parameters import Following
+from pilotlight.engine.device.parameters import Early, Following
 from pilotlight.engine.errors import BadCheckpoint, BadRequest, EngineError, StageBusy
 from pilotlight.engine.grammar.client import GrammarHelper
 from pilotlight.engine.held_stages import HeldStages
@@ -121,6 +121,7 @@ class Engine:
         plan: GraphPlan | None = None,
         *,
         may_grow: bool = False,
+        early: Early | None = None,
     ) -> StageRoom:
         """Sets up a stage whose parts follow, and says how its bytes are divided.
 
@@ -133,6 +134,7 @@ class Engine:
             slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
             plan: see ``compute_on``.
             may_grow: see ``room.divide``.
+            early: parts whose copies begin before the rest of it is set up.
 
         Raises:
             UnsupportedModel: no decoder runs it.
@@ -142,7 +144,7 @@ class Engine:
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
         given = instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
-        self._stages[instance_id] = resident = ResidentStage(*given, may_grow=may_grow)
+        self._stages[instance_id] = resident = ResidentStage(*given, may_grow=may_grow, early=early)
         return resident.room
 
     def place_part(
@@ -169,11 +171,9 @@ class Engine:
         """
         resident = self._stages.held(instance_id)
         try:
-            others = (stage for stage in self._stages.values() if stage is not resident)
-            others_run = any(stage.has_work for stage in others)
+            others_run = any(stage is not resident for stage in self._stages.working)
             behind = resident.grows or (others_run and not resident.in_flight)
-            clock = self._monotonic_s
-            placed = resident.place(part, tensors, clock, following, background=behind)
+            placed = resident.place(part, tensors, self._monotonic_s, following, background=behind)
         except BadCheckpoint:
             if not extension.call_off(resident):
                 self.drop(instance_id)

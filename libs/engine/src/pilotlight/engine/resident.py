@@ -20,7 +20,7 @@ from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.engine.device.parameters import Following, Parameters
+from pilotlight.engine.device.parameters import Early, Following, Parameters
 from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import (
     BadRequest,
@@ -73,6 +73,7 @@ class ResidentStage:
         plan: GraphPlan | None = None,
         *,
         may_grow: bool = False,
+        early: Early | None = None,
     ) -> None:
         if stage.stop > spec.num_layers:
             raise BadRequest(
@@ -97,9 +98,12 @@ class ResidentStage:
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
         self.parameters = Parameters(self.memory)
         try:
+            # The bus is what a start waits for: it has something to do while all else is set up.
+            self.parameters.order(early() if early is not None else {})
             self.kv = KvCache(self.memory, self.num_blocks)
             self._compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
+            self.parameters.close()
             self.memory.close()
             raise
         self.sample = self._compute.sample
@@ -236,12 +240,10 @@ class ResidentStage:
             row for row, request in enumerate(plan.sampled) if request.state is RequestState.RUNNING
         ]
         requests = tuple(plan.sampled[row] for row in left)
-        logits = (
-            outputs if len(left) == len(outputs) else outputs[torch.tensor(left, dtype=torch.int64)]
-        )
-        return self.hand_out(
-            plan, requests, sample_requests(logits, requests, self.sample), monotonic_s()
-        )
+        whole = len(left) == len(outputs)
+        logits = outputs if whole else outputs[torch.tensor(left, dtype=torch.int64)]
+        sampled = sample_requests(logits, requests, self.sample)
+        return self.hand_out(plan, requests, sampled, monotonic_s())
 
     def relieve(self) -> StageStep:
         """After a batch that the device had no memory for: ends the request with most to run, since
@@ -258,10 +260,8 @@ class ResidentStage:
         largest = max(
             reversed(running), key=lambda request: len(request.token_ids) - request.computed
         )
-        error = OutOfDeviceMemory(
-            f"the device has no memory for a batch of {len(running)} requests"
-        )
-        return StageStep(produced=(self.cancel(largest, error),))
+        why = f"the device has no memory for a batch of {len(running)} requests"
+        return StageStep(produced=(self.cancel(largest, OutOfDeviceMemory(why)),))
 
     def _finish(
         self, launched: LaunchedStep, monotonic_s: Callable[[], float], *, may_wait: bool

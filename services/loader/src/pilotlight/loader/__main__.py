@@ -2,6 +2,7 @@
 
 import sys
 
+import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
 from pilotlight.common.service import run_service
 from pilotlight.loader.app import build
 from pilotlight.loader.settings import LoaderSettings

@@ -1,6 +1,5 @@
 """Builds a worker process: one worker of a device, or any number of simulated ones."""
 
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -24,8 +23,9 @@ from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.builds import Builds
 from pilotlight.worker.core import StartSteps, WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_process import ChildAhead
 from pilotlight.worker.engines.client import EngineClient
+from pilotlight.worker.engines.options import child_options, cuda_device, worker_name
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.sim import SimEngine
 from pilotlight.worker.engines.spare import Spare
@@ -40,8 +40,17 @@ from pilotlight.worker.vocabularies import Vocabularies
 from pilotlight.worker.worker import Worker
 
 
-async def build(context: Context[WorkerSettings], simulated: int | None = None) -> Application:
-    """The process's worker; ``simulated`` is the number of simulated ones to make instead.
+async def build(
+    context: Context[WorkerSettings],
+    simulated: int | None = None,
+    ahead: ChildAhead | None = None,
+) -> Application:
+    """The process's worker.
+
+    Args:
+        context: of the process.
+        simulated: the number of simulated workers to make instead.
+        ahead: the worker's first engine, if it was started before.
 
     Raises:
         BadRequest: the settings do not fit each other.
@@ -54,10 +63,10 @@ async def build(context: Context[WorkerSettings], simulated: int | None = None) 
         )
     node_id = NodeId(settings.node_id)
     names = [worker_id_of(node_id, index) for index in range(simulated or 1)]
-    if settings.worker_id and simulated is None:
-        names = [WorkerId(settings.worker_id)]
+    if simulated is None:
+        names = [worker_name(settings)]
     place = names[0] if len(names) == 1 else ""
-    builder = _Builder(context, kind, node_id, simulated or settings.workers, place)
+    builder = _Builder(context, kind, node_id, simulated or settings.workers, place, ahead)
     await builder.open()
     components: list[Component] = []
     builds: list[Builds] = []
@@ -90,6 +99,7 @@ class _Builder:
         node_id: NodeId,
         sharing: int,
         place: str,
+        ahead: ChildAhead | None,
     ) -> None:
         """Nothing is opened yet.
 
@@ -99,7 +109,9 @@ class _Builder:
             node_id: Where it runs.
             sharing: Workers that share the machine.
             place: Of the phases that it reports.
+            ahead: Of the one worker, if there is any.
         """
+        self._ahead = ahead
         settings = context.settings
         self._context = context
         self._kind = kind
@@ -108,7 +120,6 @@ class _Builder:
         self._device_bytes = settings.device_bytes or (
             0 if kind is DeviceKind.CUDA else memory_bytes() // 2 // sharing
         )
-        self._threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // sharing)
         self._faults = Faults.parse(settings.faults)
         self._steps = StartSteps(
             prefetch=settings.start_prefetch,
@@ -160,7 +171,7 @@ class _Builder:
         """What a worker does while there is no demand."""
         context, worker_id = self._context, worker.core.worker_id
         options = replace(
-            self._child_options(worker_id),
+            child_options(self._context.settings, worker_id),
             log_path=log_file(context.settings.log_dir, f"build-{worker_id}.log"),
             faults="",
         )
@@ -195,29 +206,6 @@ class _Builder:
         }
         return EngineSwitch(factories, context.background, renew=renew), watch
 
-    @property
-    def _cuda_device(self) -> str:
-        """The engine and the driver's library are to mean the same device: the one counts what is
-        shown, the other everything.
-        """
-        return (
-            self._context.settings.cuda_device
-            or os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-        )
-
-    def _child_options(self, worker_id: WorkerId) -> ChildOptions:
-        settings, cuda_device = self._context.settings, self._cuda_device
-        return ChildOptions(
-            threads=self._threads,
-            log_path=log_file(settings.log_dir, f"engine-{worker_id}.log"),
-            faults=settings.faults,
-            log_level=settings.log_level,
-            device=self._kind,
-            cuda_devices=(cuda_device,) if cuda_device else (),
-            device_bytes=settings.device_bytes,
-            step_tokens=settings.step_tokens,
-        )
-
     def _simulated(self) -> EngineClient:
         settings = self._context.settings
         speed = EngineSpeed(
@@ -230,17 +218,18 @@ class _Builder:
     def _native(self, worker_id: WorkerId) -> tuple[ProcessEngine, DeviceWatch | None]:
         """The engine of a device that computes, and the watch over that."""
         settings = self._context.settings
-        options = self._child_options(worker_id)
+        options = child_options(settings, worker_id)
         engine = ProcessEngine(
             options,
             Spare(options) if settings.spare_engine and settings.start_warm else None,
             patience=Patience(floor_s=settings.hang_after_s),
             clock=self._context.clock,
+            ahead=self._ahead,
         )
         if self._kind is not DeviceKind.CUDA:
             return engine, None
         context = self._context
-        readers = (NvmlReader(self._cuda_device),)
+        readers = (NvmlReader(cuda_device(context.settings)),)
         return engine, DeviceWatch(
             readers, context.clock, context.background, lambda: engine.pids, WatchTimes()
         )

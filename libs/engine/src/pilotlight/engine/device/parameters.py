@@ -21,6 +21,9 @@ checkpoint's: a neighbour with another model of the same form would be noticed."
 
 Following = tuple[int, Mapping[str, Source]]
 """A part's number, and its tensors."""
+Early = Callable[[], Mapping[int, Mapping[str, Source]]]
+"""Gives the parts that have come when a stage has its places, the first few; they are placed
+later."""
 
 
 class Parameters:
@@ -125,6 +128,14 @@ class Parameters:
             )
         self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete, why=why)
+
+    def order(self, parts: Mapping[int, Mapping[str, Source]]) -> None:
+        """Has copies of parts begin that are placed later, where something copies by itself. Their
+        buffers have to stay until then.
+        """
+        for part, tensors in parts.items():
+            with suppress(BadCheckpoint):  # Said when it is placed.
+                self._order(part, tensors, background=False)
 
     def _from_neighbour(
         self,

@@ -10,7 +10,6 @@ dies, and it ends by itself when the socket closes. A GPU's child is shown that 
 import argparse
 import ctypes
 import gc
-import importlib
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -30,8 +30,16 @@ from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.shown import EngineStart
+from pilotlight.worker.engine_child.ahead import (
+    WarmUp,
+    beside,
+    import_engine,
+    open_context,
+    read_compiler,
+)
+from pilotlight.worker.engine_child.inbox import RECEIVE_BYTES
 from pilotlight.worker.engine_child.kernels import note_kernels
-from pilotlight.worker.engine_child.loop import RECEIVE_BYTES, ChildLoop, last_words
+from pilotlight.worker.engine_child.loop import ChildLoop, last_words
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
 
@@ -40,15 +48,6 @@ log = structlog.get_logger()
 LOWEST_PRIORITY = 19
 FAULT_STATUS = 70
 """Exit status of a child that could not go on: its last frame says why."""
-ENGINE_MODULES = (
-    "pilotlight.engine.engine",
-    "pilotlight.worker.engine_child.device",
-    "pilotlight.worker.engine_child.environment",
-)
-CUDA_MODULES = tuple(
-    f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "peers", "runner", "sampler")
-)
-"""What an engine on a GPU needs besides; none of them opens a device when it is imported."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -66,8 +65,13 @@ def main(arguments: Sequence[str]) -> int:
     kind = DeviceKind(options.device)
     if options.spare and not _wait_to_be_promoted(connection, kind):
         return 0
+    importing = None
+    if options.ahead:
+        importing = beside("import", partial(import_engine, cuda=kind is DeviceKind.CUDA))
+        if not _is_promoted(connection):
+            return 0
     try:
-        _serve(connection, options, kind, clock, faults)
+        _serve(connection, options, kind, clock, faults, importing)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
         _end_at_once(connection, error)
     return 0
@@ -79,6 +83,7 @@ def _serve(
     kind: DeviceKind,
     clock: Clock,
     faults: Faults,
+    importing: threading.Thread | None,
 ) -> None:
     """Open the device, and be the engine until the parent ends it or is gone.
 
@@ -89,13 +94,27 @@ def _serve(
     if options.note_kernels:
         note_kernels()
     began_s = clock.monotonic_s()
-    # Imported here: it takes a second or more, and a death meanwhile must not leave an orphan.
+    cuda = kind is DeviceKind.CUDA
+    # Images are kept from before there is a context. A spare has all of this behind it but for the
+    # context, for which it imports nothing meanwhile.
+    context = None
+    if cuda and not options.spare and not options.record_images:
+        context = beside("context", open_context)
+    # Here and not above: it takes a second or more, and a death meanwhile must not leave an orphan.
+    if importing is not None:
+        importing.join()
+    # What failed in a thread fails here again, and is told.
+    import_engine(cuda=cuda)
     from pilotlight.engine.engine import Engine
     from pilotlight.worker.engine_child.device import open_device
     from pilotlight.worker.engine_child.environment import environment_of
     from pilotlight.worker.engine_child.warmup import warm_up
 
     imported_s = clock.monotonic_s()
+    if cuda and not options.spare:
+        beside("compiler", read_compiler)
+    if context is not None:
+        context.join()
     device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
     engine = Engine(
         threads=options.threads,
@@ -103,7 +122,12 @@ def _serve(
         limits=device.limits,
         arena=device.arena,
     )
-    warm_up(engine, device.probe)
+    # On a GPU a first model does for itself what a probe would do before it, and with an artifact
+    # it needs less: kernels of a probe are nobody's. So one that comes at once does not wait for
+    # that. What is written down begins in a process that is warm.
+    later = cuda and not (options.record_images or options.note_kernels)
+    if not later:
+        warm_up(engine, device.probe)
     # torch's objects stay: a collection that looks at all of them holds up every stream.
     gc.freeze()
     loop = ChildLoop(
@@ -114,6 +138,7 @@ def _serve(
         device.pins,
         _slate(options.slate_fd),
         Neighbours(clock.monotonic_s, device.peer_memory),
+        warm_up=WarmUp(clock, partial(warm_up, engine, device.probe) if later else None),
     )
     up = EngineUp(
         pid=os.getpid(),
@@ -186,12 +211,21 @@ def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKin
         raise faults[0]
     try:
         connection.sendall(frame(Timed(SpareReady(device_open=_device_open()))))
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the parent is gone", action="engine_orphaned")
+        return False
+    return _is_promoted(connection)
+
+
+def _is_promoted(connection: socket.socket) -> bool:
+    """Wait for the parent's word; False when it wants no engine of this child."""
+    try:
         buffer = FrameBuffer(CommandFrame)
         # Nothing follows ``Promote`` until the child has said that it is up.
         while data := connection.recv(RECEIVE_BYTES):
             if commands := buffer.feed(data):
                 return isinstance(commands[0].message, Promote)
-    except (BrokenPipeError, ConnectionResetError):
+    except ConnectionResetError:
         log.info("the parent is gone", action="engine_orphaned")
     return False
 
@@ -199,11 +233,8 @@ def _wait_to_be_promoted(connection: socket.socket, kind: DeviceKind = DeviceKin
 def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        for name in (*ENGINE_MODULES, *(CUDA_MODULES if kind is DeviceKind.CUDA else ())):
-            importlib.import_module(name)
+        import_engine(cuda=kind is DeviceKind.CUDA)
         if kind is DeviceKind.CUDA:
-            from pilotlight.engine.cuda.kernels.caching import read_compiler
-
             read_compiler()
     except BaseException as fault:  # noqa: BLE001 - whatever it is, the thread that waits raises it
         faults.append(fault)
@@ -244,6 +275,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help="most tokens of a forward pass; as the device likes, by default",
     )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
+    parser.add_argument(
+        "--ahead", action="store_true", help="import, and open no device before the parent says so"
+    )
     parser.add_argument(
         "--record-images", action="store_true", help="keep images of kernels, to write graphs down"
     )

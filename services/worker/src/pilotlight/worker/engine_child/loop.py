@@ -14,10 +14,9 @@ from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import RestoreFailed, error_of
 from pilotlight.common.faults import Faults
-from pilotlight.common.messages.codec import FrameBuffer, frame
+from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.engine import (
     Abort,
-    CommandFrame,
     EngineFault,
     EngineUp,
     FromEngine,
@@ -44,6 +43,8 @@ from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
+from pilotlight.worker.engine_child.ahead import WarmUp
+from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.pins import Pins
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-RECEIVE_BYTES = 1024 * 1024
 LAST_WORDS_S = 1.0
 COPYING_S = 0.001
 """How often a part whose copies go on is looked at, where there is nothing else to do."""
@@ -108,12 +108,14 @@ class ChildLoop:
         pins: Pins | None = None,
         slate: Slate | None = None,
         neighbours: Neighbours | None = None,
+        warm_up: WarmUp | None = None,
     ) -> None:
+        self._warm_up = warm_up or WarmUp(clock)
         self._connection = connection
         self._engine = engine
         self._clock = clock
         self._faults = faults
-        self._buffer = FrameBuffer(CommandFrame)
+        self._inbox = Inbox(connection)
         self._phases = PhaseRecorder(clock, "worker", "engine")
         self._loads = StageLoads(engine, clock, faults, self._phases, pins)
         self._neighbours = neighbours or Neighbours(clock.monotonic_s)
@@ -143,12 +145,16 @@ class ChildLoop:
         """
         listen(self._turn_to)
         self._send(up)
+        self._warm_up.wait()
         while not self._ended:
             busy = (bool(self._parts) and not self._copying) or self._engine.has_work
             idle = not (busy or self._loads.any)
             pins = idle and self._pins is not None and self._pins.waiting
             proof = idle and self._loads.restoring.due
             self._receive(0 if busy or pins or proof else self._idle_s())
+            if self._warm_up.due(loading=self._loads.any or self._ended):
+                self._slate.write(Doing.COMPILING)
+                self._warm_up.run()
             if pins and not self._received and self._pins is not None:
                 self._slate.write(Doing.OBEYING)
                 self._pins.pin_one()
@@ -167,7 +173,7 @@ class ChildLoop:
     def _idle_s(self) -> float | None:
         if self._copying and self._parts:
             return COPYING_S
-        due_s = self._engine.due_s
+        due_s = self._warm_up.before(self._engine.due_s)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
@@ -176,11 +182,10 @@ class ChildLoop:
         self._slate.write(Doing.WAITING)
         while self._has_come(wait_s):
             wait_s, self._received = 0, True
-            data = self._connection.recv(RECEIVE_BYTES)
-            if not data:
+            if not self._inbox.read():
                 self._ended = True
                 return
-            for told in self._buffer.feed(data):
+            for told in self._inbox.commands():
                 self._slate.obey()
                 self._obey(told.message, told.sent_s(self._clock))
             self._slate.write(Doing.WAITING)
@@ -222,7 +227,9 @@ class ChildLoop:
 
     def _load(self, command: LoadStage, sent_s: float) -> None:
         try:
-            room = self._loads.begin(command, sent_s)
+            # They would keep batches of others waiting.
+            parts = () if self._engine.has_work else (self._inbox,)
+            room = self._loads.begin(command, sent_s, *parts)
         except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
             _raise_if_lost(error)
             self._fail(command.instance_id, error)

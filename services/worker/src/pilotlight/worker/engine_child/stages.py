@@ -5,7 +5,7 @@ took.
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,12 +23,14 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.worker.engine_child.graphs import GraphPlans
+from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kernels import KernelPlans
 from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engine_child.restoring import Restoring
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
+    from pilotlight.engine.device.parameters import Early
 
 log = structlog.get_logger()
 
@@ -49,6 +51,7 @@ class LoadingEngine(Protocol):
         plan: "GraphPlan | None" = None,
         *,
         may_grow: bool = False,
+        early: "Early | None" = None,
     ) -> StageRoom: ...
     def extend(
         self, instance_id: InstanceId, stage: Stage, device_bytes: int, *, shorter: bool = False
@@ -105,16 +108,25 @@ class StageLoads:
         """Some stage is being loaded."""
         return bool(self._loads)
 
-    def begin(self, command: LoadStage, sent_s: float) -> StageRoom:
-        """Set a stage up, as was asked for at ``sent_s``; what it has room for.
+    def begin(
+        self,
+        command: LoadStage,
+        sent_s: float,
+        inbox: Inbox | None = None,
+    ) -> StageRoom:
+        """Set a stage up; what it has room for.
+
+        Args:
+            command: what was asked for.
+            sent_s: when.
+            inbox: may have parts of it, whose copies begin; None: they wait for their turn.
 
         Raises:
             EngineError: the engine cannot hold it.
             OSError: the pool cannot be mapped.
             RestoreFailed: its artifact does not fit what is here.
         """
-        pool = self._map(command.pool_path)
-        self.kernels.begin(command)
+        pool, instance_id = self._map(command.pool_path), command.instance_id
         model = command.model
         room = self._engine.begin_load(
             command.instance_id,
@@ -125,7 +137,10 @@ class StageLoads:
             model.slot,
             self.graphs.plan_of(command),
             may_grow=command.may_grow,
+            early=None if inbox is None else lambda: _early(pool, inbox.parts_of(instance_id)),
         )
+        # Beside the copies that have begun; the first of them is launched by a step.
+        self.kernels.begin(command)
         name = PhaseName.INIT
         if command.artifact:
             name = PhaseName.RESTORE
@@ -279,6 +294,15 @@ def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
             )
         sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
     return sources
+
+
+def _early(pool: mmap.mmap, parts: Sequence[PlacePart]) -> dict[int, dict[str, Source]]:
+    """Those that can be read; of the others it is said when they are placed."""
+    found: dict[int, dict[str, Source]] = {}
+    for one in parts:
+        with suppress(BadCheckpoint):
+            found[one.part] = _sources(pool, one)
+    return found
 
 
 def _behind(

@@ -4,19 +4,22 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import DEVNULL
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import structlog
 
+from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import DeadlineExceeded
 from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
-from pilotlight.common.messages.engine import EngineUp
+from pilotlight.common.messages.codec import write_frame
+from pilotlight.common.messages.engine import EngineUp, Promote
 from pilotlight.common.waiting import within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.worker.engine_child.slate import Slate, new_file
@@ -61,6 +64,16 @@ class ChildOptions:
     """The child's program."""
 
 
+class Process(Protocol):
+    """A child's process. ``asyncio.subprocess.Process`` is one."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
     """A child, and this end of its socket."""
@@ -79,44 +92,131 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
         OSError: no process can be started.
     """
     with ExitStack() as on_failure, ExitStack() as always:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        on_failure.callback(ours.close)
-        always.enter_context(theirs)
-        slate_fd = new_file()
-        always.callback(os.close, slate_fd)
-        arguments = {
-            "--fd": theirs.fileno(),
-            "--slate-fd": slate_fd,
-            "--parent": os.getpid(),
-            "--threads": options.threads,
-            "--log-level": options.log_level,
-            "--device": options.device.value,
-            **(
-                {"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}
-            ),
-            **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
-        }
-        flat = [str(word) for pair in arguments.items() for word in pair]
-        output = always.enter_context(_open_log(options.log_path))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            options.module,
-            *flat,
-            *(("--spare",) if spare else ()),
-            *(("--record-images",) if options.record_images else ()),
-            *(("--note-kernels",) if options.note_kernels else ()),
-            pass_fds=(theirs.fileno(), slate_fd),
-            start_new_session=True,
-            stdin=DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=_child_environment(options),
+        ours, slate_fd, command, how = _prepared(
+            options, ("--spare",) if spare else (), on_failure, always
         )
+        process = await asyncio.create_subprocess_exec(*command, **how)
         slate = Slate(slate_fd)
         on_failure.pop_all()
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     return Child(process, reader, writer, slate)
+
+
+class ChildAhead:
+    """A child that was started before there was a loop to speak with it: it imports, and opens no
+    device before it is taken.
+    """
+
+    def __init__(self, options: ChildOptions) -> None:
+        """Starts it.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        with ExitStack() as on_failure, ExitStack() as always:
+            self._ours, slate_fd, command, how = _prepared(
+                options, ("--ahead",), on_failure, always
+            )
+            self._process = subprocess.Popen[bytes](command, **how)
+            self._slate = Slate(slate_fd)
+            on_failure.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def take(self) -> Child:
+        """The child, told that it is the engine; once."""
+        child = await self._connected()
+        # One that is gone already says so as any other that ends at its start.
+        write_frame(child.writer, Timed(Promote()))
+        return child
+
+    async def end(self) -> None:
+        """Nobody takes it."""
+        await bury(await self._connected())
+
+    async def _connected(self) -> Child:
+        reader, writer = await asyncio.open_unix_connection(sock=self._ours)
+        return Child(_Started(self._process), reader, writer, self._slate)
+
+
+class _Started:
+    """A ``Process`` that no loop has started."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it lives."""
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        """Its exit status, when it has ended."""
+        if self._process.poll() is None:
+            ended, loop = asyncio.Event(), asyncio.get_running_loop()
+            descriptor = os.pidfd_open(self._process.pid)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        return self._process.wait()
+
+
+def _prepared(
+    options: ChildOptions, flags: tuple[str, ...], on_failure: ExitStack, always: ExitStack
+) -> tuple[socket.socket, int, list[str], dict[str, Any]]:
+    """This end of a child's socket, the slate's descriptor, the command, and how to start it.
+
+    Args:
+        options: the child's.
+        flags: more arguments.
+        on_failure: takes what is to be closed if it does not start.
+        always: takes what is to be closed at any rate.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    on_failure.callback(ours.close)
+    always.enter_context(theirs)
+    slate_fd = new_file()
+    always.callback(os.close, slate_fd)
+    arguments = {
+        "--fd": theirs.fileno(),
+        "--slate-fd": slate_fd,
+        "--parent": os.getpid(),
+        "--threads": options.threads,
+        "--log-level": options.log_level,
+        "--device": options.device.value,
+        **({"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}),
+        **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        options.module,
+        *(str(word) for pair in arguments.items() for word in pair),
+        *flags,
+        *(("--record-images",) if options.record_images else ()),
+        *(("--note-kernels",) if options.note_kernels else ()),
+    ]
+    output = always.enter_context(_open_log(options.log_path))
+    how: dict[str, Any] = {
+        "pass_fds": (theirs.fileno(), slate_fd),
+        "start_new_session": True,
+        "stdin": DEVNULL,
+        "stdout": output,
+        "stderr": output,
+        "env": _child_environment(options),
+    }
+    return ours, slate_fd, command, how
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -168,6 +268,17 @@ def with_process(up: EngineUp, took_s: float) -> EngineUp:
         return up
     create_s = max(0.0, took_s - up.start.context_s - up.start.libraries_s)
     return msgspec.structs.replace(up, start=replace(up.start, create_s=create_s))
+
+
+def said_of(up: EngineUp) -> dict[str, Any]:
+    """What a log says of an engine that is up."""
+    said: dict[str, Any] = {"pid": up.pid, "device": up.device_name}
+    if up.start is not None:
+        said |= {
+            "libraries_s": round(up.start.libraries_s, 3),
+            "context_s": round(up.start.context_s, 3),
+        }
+    return said
 
 
 async def bury(child: Child) -> int | None:

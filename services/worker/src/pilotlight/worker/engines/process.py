@@ -42,9 +42,11 @@ from pilotlight.policy.hang import Patience
 from pilotlight.policy.phase import Moment
 from pilotlight.worker.engines.child_process import (
     Child,
+    ChildAhead,
     ChildOptions,
     bury,
     kill_group,
+    said_of,
     spawn,
     with_process,
 )
@@ -80,9 +82,12 @@ class ProcessEngine:
         *,
         patience: Patience | None = None,
         clock: Clock | None = None,
+        ahead: ChildAhead | None = None,
     ) -> None:
         self._options = options
         self._spare = spare
+        self._ahead = ahead
+        """The first child, if it was started before this."""
         self._patience = patience or Patience()
         self._clock = clock or SystemClock()
         self._watching: asyncio.Task[None] | None = None
@@ -141,8 +146,9 @@ class ProcessEngine:
                     )
             self._check_wanted()
             began_s = self._clock.monotonic_s()
+            ahead, self._ahead = self._ahead, None
             try:
-                child = await spawn(self._options)
+                child = await (spawn(self._options) if ahead is None else ahead.take())
             except OSError as error:
                 raise EngineFailed(f"the engine cannot be started: {error}") from error
             up = await self._begin(child)
@@ -193,7 +199,7 @@ class ProcessEngine:
             raise EngineFailed(f"the engine did not start: {reason}. See {self._options.log_path}.")
         self._up = first
         self._reading = asyncio.create_task(self._read(child, watch), name="engine events")
-        log.info("engine started", action="engine_started", pid=first.pid, device=first.device_name)
+        log.info("engine started", action="engine_started", **said_of(first))
         if self._spare is not None:
             self._spare.keep()
         return first
@@ -295,6 +301,8 @@ class ProcessEngine:
         child, reading = self._child, self._reading
         if self._spare is not None:
             await self._spare.stop()
+        if self._ahead is not None:
+            await self._ahead.end()
         if child is not None:
             if self._up is not None:
                 await self._ask_to_end(child)

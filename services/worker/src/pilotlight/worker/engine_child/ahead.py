@@ -1,0 +1,139 @@
+"""What a cold engine's first token need not wait for: modules of torch that nothing here uses, and
+what goes on beside the imports.
+
+::
+
+    main thread   [ our own )[ torch ............ )[ the engine, triton )[ device, probes )[ up
+    beside        [ library, driver, context )                           [ triton's digest of itself ...
+"""
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+from pilotlight.common.clock import Clock
+from pilotlight.native.device import LIBCUDA, Device
+from pilotlight.native.library import NativeError, NativeUnavailable
+
+ENGINE_MODULES = (
+    "pilotlight.engine.engine",
+    "pilotlight.worker.engine_child.device",
+    "pilotlight.worker.engine_child.environment",
+    "pilotlight.worker.engine_child.warmup",
+)
+CUDA_MODULES = tuple(
+    f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "peers", "runner", "sampler")
+)
+"""What an engine on a GPU needs besides; none of them opens a device when it is imported."""
+NOT_AT_START = "torch._meta_registrations"
+"""Shapes of operations on tensors without memory, for compilers. torch imports it at its own end, a
+quarter of its import's processor time."""
+WARM_UP_AFTER_S = 0.5
+"""An engine that has come up and gets no model meanwhile warms up by itself. Before that a request
+may have waited for it, and its model is on the way."""
+
+
+class _Later(ModuleType):
+    """Stands where a module will be, and is that as soon as something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def import_torch() -> None:
+    """Imports torch without ``NOT_AT_START``, which who imports it afterwards still gets."""
+    if "torch" in sys.modules or NOT_AT_START in sys.modules:
+        return
+    later = _Later(NOT_AT_START)
+    sys.modules[NOT_AT_START] = later
+    try:
+        importlib.import_module("torch")
+    finally:
+        if sys.modules.get(NOT_AT_START) is later:
+            del sys.modules[NOT_AT_START]
+
+
+def import_engine(*, cuda: bool) -> None:
+    """Imports everything that an engine needs before its first token."""
+    import_torch()
+    for name in (*ENGINE_MODULES, *(CUDA_MODULES if cuda else ())):
+        importlib.import_module(name)
+
+
+def beside(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Does something in a thread that the process does not wait for at its end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def open_context(driver: str = LIBCUDA) -> None:
+    """Makes the device's context, which torch finds there: a quarter of a second in which the
+    driver needs no Python. What is wrong with a device says who opens it.
+    """
+    # As torch has it, which sets this before it opens a device.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    with suppress(NativeError, NativeUnavailable):
+        Device(0, driver)
+
+
+def read_compiler() -> None:
+    """Has triton read itself, which the first kernel would wait for."""
+    from pilotlight.engine.cuda.kernels import caching
+
+    caching.read_compiler()
+
+
+class WarmUp:
+    """What an engine does when no model comes soon after it is up. One that comes does that for
+    itself, with its own kernels.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        work: Callable[[], None] | None = None,
+        after_s: float = WARM_UP_AFTER_S,
+    ) -> None:
+        """Nothing is due yet.
+
+        Args:
+            clock: for when it is.
+            work: what is done; None: it has been.
+            after_s: from when the engine is up.
+        """
+        self._clock = clock
+        self._work = work
+        self._after_s = after_s
+        self._due_s: float | None = None
+
+    def wait(self) -> None:
+        """The engine is up."""
+        if self._work is not None:
+            self._due_s = self._clock.monotonic_s() + self._after_s
+
+    def before(self, due_s: float | None) -> float | None:
+        """When something is due, by this or by what is due at ``due_s``; None: nothing is."""
+        return min((one for one in (self._due_s, due_s) if one is not None), default=None)
+
+    def due(self, *, loading: bool) -> bool:
+        """Whether it is to be done now; never any more, once something is ``loading``."""
+        if self._due_s is None or loading:
+            self._due_s = None
+            return False
+        return self._clock.monotonic_s() >= self._due_s
+
+    def run(self) -> None:
+        """Does it, once."""
+        work, self._work, self._due_s = self._work, None, None
+        if work is not None:
+            work()

@@ -1,0 +1,147 @@
+"""What a cold engine's first token need not wait for: a device's context beside the imports,
+warming up when no model comes, copies beside the rest of a stage.
+"""
+
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+import pytest
+from fake_cuda import fake_cuda
+from scripted_engine import Parent, ScriptedEngine, run
+
+from pilotlight.common.clock import ManualClock
+from pilotlight.common.envelope import Timed
+from pilotlight.common.messages.codec import frame
+from pilotlight.common.messages.engine import EngineUp, Shutdown, StageLoaded
+from pilotlight.policy.ids import InstanceId
+from pilotlight.worker.engine_child import ahead
+from pilotlight.worker.engine_child.ahead import WARM_UP_AFTER_S, WarmUp, beside, open_context
+from pilotlight.worker.engine_child.inbox import EARLY_PARTS, Inbox
+
+JOIN_S = 10.0
+
+
+def test_a_context_is_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    fake = fake_cuda()
+    before = fake.calls("cuDevicePrimaryCtxRetain")
+    thread = beside("context", lambda: open_context(fake.path))
+    thread.join(JOIN_S)
+    assert fake.calls("cuDevicePrimaryCtxRetain") == before + 1
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY", "as torch would have set it"
+    assert thread.daemon, "a driver that does not answer must not keep the process"
+
+
+def test_a_device_without_a_context_is_told_of_by_who_opens_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    fake = fake_cuda()
+    fake.fail("cuDevicePrimaryCtxRetain", 2)
+    open_context(fake.path)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER", "as somebody wanted it"
+
+
+def test_a_module_comes_when_something_of_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = ahead._Later("colorsys")
+    monkeypatch.setitem(sys.modules, "colorsys", later)
+    assert not hasattr(later, "__file__"), "who only looks round has it stay away"
+    assert later.rgb_to_hls(0.0, 0.0, 0.0) == (0.0, 0.0, 0.0)
+    assert sys.modules["colorsys"] is not later
+
+
+def test_it_is_due_a_while_after_the_engine_is_up() -> None:
+    clock, done = ManualClock(), list[str]()
+    warm_up = WarmUp(clock, lambda: done.append("warm"))
+    assert warm_up.before(None) is None, "the engine is not up"
+    warm_up.wait()
+    due_s = clock.monotonic_s() + WARM_UP_AFTER_S
+    assert (warm_up.before(None), warm_up.before(due_s + 1.0)) == (due_s, due_s)
+    assert warm_up.before(due_s - 0.1) == due_s - 0.1
+    assert not warm_up.due(loading=False)
+    clock.advance(WARM_UP_AFTER_S)
+    assert warm_up.due(loading=False)
+    warm_up.run()
+    assert done == ["warm"]
+    assert not warm_up.due(loading=False)
+    assert warm_up.before(None) is None
+
+
+def test_it_is_never_due_where_it_has_been_done() -> None:
+    warm_up = WarmUp(ManualClock())
+    warm_up.wait()
+    assert warm_up.before(None) is None
+    assert not warm_up.due(loading=False)
+    warm_up.run()
+
+
+def test_an_engine_without_a_model_warms_up(scripted: ScriptedEngine) -> None:
+    done = threading.Event()
+    parent = Parent(scripted, warm_up=WarmUp(scripted.clock, done.set, 0.0))
+    parent.until(EngineUp)
+    assert done.wait(JOIN_S)
+    parent.send(Shutdown())
+    parent.thread.join(JOIN_S)
+    assert not parent.thread.is_alive()
+    assert parent.failure is None
+
+
+def test_an_engine_whose_model_has_come_does_not(scripted: ScriptedEngine, pool: Any) -> None:
+    clock = scripted.clock = ManualClock()
+    done = list[str]()
+    parent = Parent(scripted, warm_up=WarmUp(clock, lambda: done.append("warm")))
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    clock.advance(2 * WARM_UP_AFTER_S)
+    parent.send(Shutdown())
+    parent.thread.join(JOIN_S)
+    assert not done
+
+
+def test_a_device_on_which_warming_up_fails_ends_the_process(scripted: ScriptedEngine) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    parent = Parent(scripted, warm_up=WarmUp(scripted.clock, fail, 0.0))
+    parent.thread.join(JOIN_S)
+    assert isinstance(parent.failure, RuntimeError)
+
+
+def test_copies_of_parts_that_have_come_begin_before_a_stage_is_set_up(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    parent = Parent(scripted)
+    parts = pool.places()
+    parent.send(pool.load(), *parts)
+    parent.until(StageLoaded)
+    assert scripted.early_parts == [sorted(one.part for one in parts)[:EARLY_PARTS]]
+    parent.close()
+
+
+def test_copies_of_parts_wait_for_their_turn_while_batches_run(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    parent = Parent(scripted)
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    parent.send(run(), pool.load("inst-2"), *pool.places("inst-2"))
+    assert parent.until(StageLoaded).instance_id == "inst-2"
+    assert scripted.early_parts[1] is None
+    parent.close()
+
+
+def test_an_inbox_tells_of_parts_and_keeps_the_order(pool: Any) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inbox = Inbox(theirs)
+        said = [pool.load(), *pool.places(), *pool.places("inst-2"), Shutdown()]
+        ours.sendall(b"".join(frame(Timed(one)) for one in said))
+        ours.shutdown(socket.SHUT_WR)
+        found = inbox.parts_of(InstanceId("inst-2"))
+        assert [one.part for one in found] == [one.part for one in pool.places()][:EARLY_PARTS]
+        assert inbox.parts_of(InstanceId("inst-3")) == [], "and the parent's end takes nothing away"
+        assert [one.message for one in inbox.commands()] == said
+        assert not inbox.read()
