@@ -29,7 +29,9 @@ if __name__ == "__main__" and sys.argv[1] == "record":
     STORE.noting = True
 
 import torch
+from engine_gpu_weights import spec_of
 from materialize_job import INSTANCE, Capturing, Model, record, restored
+from medusa_shapes import PAPER_GIB, PAPER_NODES
 
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.engine.core.batch import Batch, Segment
@@ -105,7 +107,13 @@ def recorded(shape: str, folder: Path) -> Told:
     told = record(shape, folder, plan)
     nodes = plan.nodes()
     assert len(nodes) == len(SIZES)
-    return {**told, "nodes": sum(nodes), "nodes_least": min(nodes), "nodes_most": max(nodes)}
+    return {
+        **told,
+        "nodes": sum(nodes),
+        "paper_nodes": PAPER_NODES.get(shape, 0),
+        "gib": spec_of(shape).total_bytes / (1 << 30),
+        "paper_gib": PAPER_GIB.get(shape, 0.0),
+    }
 
 
 def warm(shape: str) -> Model:
@@ -212,6 +220,7 @@ class Served(RestoredGraphs):
 
     def __init__(self, layout: GraphLayout, archive: bytes) -> None:
         self.gate = threading.Event()
+        self.count = len(layout.digests)
 
         def read() -> bytes:
             self.gate.wait()
@@ -233,31 +242,38 @@ def serving(shape: str, folder: Path) -> Told:
     model = warm(shape)
     layout = decode_json((folder / f"{shape}.json").read_bytes(), GraphLayout)
     archive = (folder / f"{shape}.graphs").read_bytes()
-    told: dict[str, list[float]] = {"median_ratio": [], "p90_ratio": [], "steps": []}
-    for _ in range(PAIRS):
-        plan = Served(layout, archive)
-        model.begin(plan)
-        model.place()
-        assert isinstance(plan.steps, CudaRangeRunner)
-        batch, inputs = step_of(SERVED_ROWS, CONTEXT_TOKENS, model.spec.vocab_size)
-        plan.gate.set()
-        until_s = time.perf_counter() + READY_S
-        while not plan.news.proved:
-            plan.steps.run(batch, inputs)  # waits for its graph, and proves it
-            if plan.news.refused or time.perf_counter() > until_s:
-                raise SystemExit(f"graphs are not restored: {plan.news}")
-        beside = steps_ms(plan.steps, batch, inputs, lambda: plan.news.ready < len(layout.digests))
-        left = iter(range(len(beside)))
-        alone = steps_ms(plan.steps, batch, inputs, lambda: next(left, None) is not None)
-        if plan.news.refused or not beside:
-            raise SystemExit(f"nothing was made beside steps: {plan.news}")
-        told["median_ratio"].append(statistics.median(beside) / statistics.median(alone))
-        told["p90_ratio"].append(p90(beside) / p90(alone))
-        told["steps"].append(len(beside))
-        model.engine.unload(INSTANCE)
-    return {name: statistics.median(each) for name, each in told.items()} | {
-        f"worst_{name}": max(told[name]) for name in ("median_ratio", "p90_ratio")
+    pairs = [served(model, Served(layout, archive)) for _ in range(PAIRS)]
+    medians = [statistics.median(beside) / statistics.median(alone) for beside, alone in pairs]
+    high = [p90(beside) / p90(alone) for beside, alone in pairs]
+    return {
+        "median_ratio": statistics.median(medians),
+        "p90_ratio": statistics.median(high),
+        "worst_median_ratio": max(medians),
+        "worst_p90_ratio": max(high),
+        "step_ms": statistics.median(pairs[0][1]),
+        "steps": statistics.median(len(beside) for beside, _ in pairs),
     }
+
+
+def served(model: Model, plan: Served) -> tuple[list[float], list[float]]:
+    """Milliseconds of the steps beside a restore, and of as many after it."""
+    model.begin(plan)
+    model.place()
+    assert isinstance(plan.steps, CudaRangeRunner)
+    batch, inputs = step_of(SERVED_ROWS, CONTEXT_TOKENS, model.spec.vocab_size)
+    plan.gate.set()
+    until_s = time.perf_counter() + READY_S
+    while not plan.news.proved:
+        plan.steps.run(batch, inputs)  # waits for its graph, and proves it
+        if plan.news.refused or time.perf_counter() > until_s:
+            raise SystemExit(f"graphs are not restored: {plan.news}")
+    beside = steps_ms(plan.steps, batch, inputs, lambda: plan.news.ready < plan.count)
+    left = iter(range(len(beside)))
+    alone = steps_ms(plan.steps, batch, inputs, lambda: next(left, None) is not None)
+    if plan.news.refused or not beside:
+        raise SystemExit(f"nothing was made beside steps: {plan.news}")
+    model.engine.unload(INSTANCE)
+    return beside, alone
 
 
 def steps_ms(

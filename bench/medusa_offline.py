@@ -65,7 +65,7 @@ class Source:
         rounding = bytes(-longest % ALIGNMENT)
         with path.open("wb") as file:
             file.write(bytes(ALIGNMENT))
-            file.write(memoryview(values.view(torch.uint8).numpy()).cast("B"))
+            file.write(values.view(torch.uint8).numpy().tobytes())
             file.write(rounding)
 
     async def lease(self, *arguments: Any, **more: Any) -> "Source":
@@ -119,17 +119,27 @@ class Parts:
         return {**told, "total_s": ends[-1] - self._began[0][1], "tries": tries}
 
 
-async def measure(shape: str, folder: Path) -> Told:
+def main() -> None:
     """Builds one."""
+    shape, folder = sys.argv[1], Path(sys.argv[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     model = model_of(shape)
-    source: Any = Source(model.spec, Path("/dev/shm") / f"pilotlight-medusa-{os.getpid()}")
+    pool = Path("/dev/shm") / f"pilotlight-medusa-{os.getpid()}"
+    try:
+        told = asyncio.run(measure(model, Source(model.spec, pool), folder / f"{shape}.build.log"))
+    finally:
+        pool.unlink(missing_ok=True)
+    print(json.dumps(told))
+
+
+async def measure(model: Model, source: Any, log_path: Path) -> Told:
+    """What the parts of its build take."""
     uuid = list_gpus()[0].uuid
 
     def make(*, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
         options = ChildOptions(
             threads=2,
-            log_path=folder / f"{shape}.build.log",
+            log_path=log_path,
             device=DeviceKind.CUDA,
             cuda_devices=(uuid,),
             record_images=record_images,
@@ -137,19 +147,16 @@ async def measure(shape: str, folder: Path) -> Told:
         )
         return BuildSession(ProcessEngine(options), source, WorkerId("bench"))
 
-    try:
-        session = make()
-        environment = (await session.start()).environment
-        await session.close()
-        assert environment is not None
-        fingerprint = Fingerprint.of(environment, model)
-        claimed = ClaimedBuild(model=model, fingerprint=fingerprint, attempt=1, lease_s=60.0)
-        parts = Parts()
-        async with asyncio.timeout(BUILD_S):
-            made = await build(claimed, make, parts.told, graphs=True)
-        told = parts.seconds()
-    finally:
-        Path(source.pool_path).unlink(missing_ok=True)
+    session = make()
+    environment = (await session.start()).environment
+    await session.close()
+    assert environment is not None
+    fingerprint = Fingerprint.of(environment, model)
+    claimed = ClaimedBuild(model=model, fingerprint=fingerprint, attempt=1, lease_s=60.0)
+    parts = Parts()
+    async with asyncio.timeout(BUILD_S):
+        made = await build(claimed, make, parts.told, graphs=True)
+    told = parts.seconds()
     artifact = decode_json(made.manifest, Artifact)
     layout = artifact.graphs
     return {
@@ -164,4 +171,4 @@ async def measure(shape: str, folder: Path) -> Told:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(measure(sys.argv[1], Path(sys.argv[2])))))
+    main()

@@ -1,7 +1,7 @@
 """The ten models of MEDUSA's Table 1, as shapes of ``bench/engine_gpu_weights.py``.
 
-Falcon has no decoder here: Mistral 7B, which came after the paper, stands in its place, with its
-own size in ``PAPER_GIB``. The context is the shortest of the ten models'.
+Falcon has no decoder here: Mistral 7B stands in its place. The context is the shortest of the ten
+models'.
 """
 
 from typing import Any
@@ -44,7 +44,6 @@ MEDUSA_SHAPES = {
     "yi-9b": _shape(LLAMA, 64_000, 48, 4096, (32, 4), 11_008),
 }
 PAPER_GIB = {
-    "mistral-7b": 13.5,
     "llama2-7b": 12.6,
     "llama2-13b": 24.2,
     "qwen1.5-0.5b": 1.2,

@@ -22,13 +22,13 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
-TOOK = re.compile(r"(?:took|takes|finished in|in total)\D{0,12}?([\d.]+)\s*(?:s|secs?|seconds)\b")
-"""What vLLM's log says of a stage's time."""
+TOOK = re.compile(r"(?:took|takes|finished in|and) ([\d.]+) (?:s|secs?|seconds)\b")
+"""What a line of vLLM's log says of a stage's time."""
 STAGES = (
+    ("initialise", "init engine"),
     ("weights", "loading"),
     ("compile", "compil"),
     ("capture", "captur"),
-    ("initialise", "init engine"),
 )
 """Names of stages, by what of a line tells them; the first that fits. ``initialise`` has compiling
 and capturing in it."""
@@ -42,29 +42,16 @@ class Stages(logging.Handler):
         self.told: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line."""
-        line = record.getMessage()
-        seconds = seconds_of(line)
-        name = stage_of(line)
-        if seconds is not None and name is not None:
-            key = f"{name}_s"
-            self.told[key] = max(seconds, self.told.get(key, 0.0))
+        """One line; of several of a stage the longest stands."""
+        for stage, seconds in stages_of(record.getMessage()).items():
+            self.told[stage] = max(seconds, self.told.get(stage, 0.0))
 
 
-def seconds_of(line: str) -> float | None:
-    """That a line says something took; None: it says nothing of the kind."""
-    found = TOOK.findall(line)
-    if not found and (after := re.search(r"and ([\d.]+) (?:s|secs?|seconds)\b", line)):
-        found = [after[1]]
-    return float(found[-1]) if found else None
-
-
-def stage_of(line: str) -> str | None:
-    """Of which stage a line speaks."""
-    small = line.lower()
-    if "init engine" in small:
-        return "initialise"
-    return next((name for name, word in STAGES if word in small), None)
+def stages_of(line: str) -> dict[str, float]:
+    """What a line says of a stage's seconds."""
+    found = TOOK.search(line)
+    name = next((name for name, word in STAGES if word in line.lower()), None)
+    return {f"{name}_s": float(found[1])} if found and name is not None else {}
 
 
 def main() -> None:
@@ -89,9 +76,7 @@ def main() -> None:
         folder, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, **settings
     )
     total_s = time.perf_counter() - began_s
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False
-    )
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
     told = {
         **stages.told,
