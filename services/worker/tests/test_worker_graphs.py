@@ -109,6 +109,16 @@ def test_bytes_that_are_not_an_archives_are_refused_by_name(data: bytes, field: 
     assert refused.value.field == field
 
 
+def test_one_bit_of_any_byte_of_an_archive_refuses_it() -> None:
+    files = GraphFiles()
+    for place in range(len(ARCHIVE)):
+        changed = bytearray(ARCHIVE)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(WrongArchive, match="graphs_digest"):
+            files.keep(BLOB, bytes(changed))
+    assert files.path_of(BLOB) == ""
+
+
 def test_a_file_that_is_gone_is_refused_by_name() -> None:
     file = GraphFile()
     file.write(ARCHIVE)
