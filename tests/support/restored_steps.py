@@ -152,6 +152,8 @@ class NoGraphs:
     def expect(self, tokens: int) -> bool:
         return False
 
+    def extended(self) -> None: ...
+
     def close(self) -> None: ...
 
 

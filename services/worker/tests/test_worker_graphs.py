@@ -26,8 +26,8 @@ from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
-from pilotlight.engine.cuda.fitting import GraphsRefused
-from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews
+from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest, InstanceId
@@ -311,7 +311,8 @@ def test_a_child_tells_what_becomes_of_graphs_when_it_changes(
 ) -> None:
     rig = RestoredRig()
     monkeypatch.setattr(
-        "pilotlight.engine.cuda.restored.RestoredGraphs", lambda layout, read, uses: rig.begin()
+        "pilotlight.engine.cuda.restored.RestoredGraphs",
+        lambda layout, read, later, uses: rig.begin(),
     )
     plans = GraphPlans()
     artifact = replace(with_graphs(model), graphs=rig.layout)

@@ -127,7 +127,7 @@ class StageLoads:
             may_grow=command.may_grow,
         )
         name = PhaseName.INIT
-        if command.artifact:
+        if command.artifact and command.stage == model.spec.whole:
             name = PhaseName.RESTORE
             self.restoring.begin(command.instance_id, command.artifact, command.device_bytes, room)
         self._phases.record(command.instance_id, name, sent_s)
@@ -165,6 +165,11 @@ class StageLoads:
             pool_bytes=load.pool_bytes,
         )
         return tuple(self._phases.take(instance_id).phases)
+
+    def renamed(self, old_id: InstanceId, new_id: InstanceId) -> None:
+        """A stage that has become whole is another instance's from now on."""
+        self.graphs.rename(old_id, new_id)
+        self.kernels.rename(old_id, new_id)
 
     def place(
         self, command: PlacePart, ready_s: float, following: PlacePart | None = None
