@@ -1,5 +1,5 @@
-"""A stage of a group that becomes the whole model: its graphs come back in place, when the stage has
-memory for all layers.
+"""A stage of a group that becomes the whole model: its graphs come back in place, when the stage
+has memory for all layers.
 """
 
 from collections.abc import Iterator
