@@ -10,6 +10,7 @@ figure is of a process of its own, in which the libraries are up when the clock 
 * ``ours``: weights, graphs and compiled kernels, these on a machine that has compiled nothing;
 * ``serving``: decode steps of eight requests while the other graphs are made, beside as many
   without that, in five pairs;
+* ``steps``: what graphs save of a step (Figure 3), for ``medusa_traces.py``;
 * ``offline``: all of a build, by part;
 * ``vllm-cold``, ``vllm``, ``vllm-eager``: vLLM of the interpreter ``--vllm``, with an empty compile
   cache, with what that run left in it, and without graphs. No option of vLLM loads weights beside
@@ -52,13 +53,14 @@ WHAT = {
     "first-layer": "room first, then the first layer's 35 sizes beside the weights",
     "ours": "the loading phase with everything materialized",
     "serving": "decode steps beside a restore, times as long as alone",
+    "steps": "steps of one and of 16 requests, eagerly and as graphs, and a prompt",
     "offline": "a build by part",
     "vllm-cold": "vLLM's loading phase, nothing compiled before",
     "vllm": "vLLM's loading phase, compiled before",
     "vllm-eager": "vLLM's loading phase without graphs",
 }
 WAYS = tuple(WHAT)
-RECORDED = {"plain", "first-layer", "ours", "serving"}
+RECORDED = {"plain", "first-layer", "ours", "serving", "steps"}
 """Ways that need what was recorded: graphs and kernels, or compiled ones on disk."""
 SMALL = ("qwen1.5-0.5b", "qwen1.5-1.8b", "qwen1.5-4b", "yi-6b")
 SECONDS, LEAST_S = 270.0, 10.0
@@ -160,7 +162,7 @@ class Run:
             eager = ["--eager"] if way == "vllm-eager" else []
             return [*command, *eager], variables, VLLM_S
         # What was compiled before is what recording has compiled.
-        before = way in ("record", "plain", "first-layer")
+        before = way in ("record", "plain", "first-layer", "steps")
         cache = self.cache("triton", shape) if before else Path(mkdtemp(dir=self.folder))
         variables = {"TRITON_CACHE_DIR": str(cache), "CUDA_CACHE_DISABLE": "1"}
         if way == "offline":

@@ -41,6 +41,8 @@ from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.engine.cuda.runner import CudaRangeRunner
+from pilotlight.engine.device.arena_protocol import Scratch
+from pilotlight.engine.device.memory import StageMemory
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.materialized import GraphLayout
 from pilotlight.policy.model import Stage
@@ -51,6 +53,7 @@ STEP_TOKENS = 8192
 """Of a forward pass, at most: what is profiled."""
 PAIRS, SERVED_ROWS, CONTEXT_TOKENS = 5, 8, 512
 """Of ``serving``: rounds, requests that are served, tokens of each that are in the cache."""
+TIMED_ROWS, UNTIMED_STEPS, TIMED_STEPS, PREFILL_TOKENS = (1, 16), 3, 30, 1024
 READY_S = 30.0
 Told = dict[str, Any]
 
@@ -276,6 +279,63 @@ def served(model: Model, plan: Served) -> tuple[list[float], list[float]]:
     return beside, alone
 
 
+class NoGraphs:
+    """A ``GraphPlan`` by which every step runs eagerly, and its ``GraphSupplier``."""
+
+    def __init__(self) -> None:
+        self.steps: StageSteps | None = None
+
+    def supplier(self, memory: StageMemory, scratch: Scratch) -> "NoGraphs":
+        """See ``GraphPlan``."""
+        return self
+
+    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``."""
+        self.steps = steps
+
+    def supply(self, kind: object, step: object, output: object) -> None:
+        """See ``GraphSupplier``."""
+
+    def expect(self, tokens: int) -> bool:
+        """See ``GraphSupplier``."""
+        return False
+
+    def extended(self) -> None:
+        """See ``GraphSupplier``."""
+
+    def close(self) -> None:
+        """See ``GraphSupplier``."""
+
+
+def steps(shape: str) -> Told:
+    """What steps of one and of 16 requests take, eagerly and as graphs (Figure 3), and a prompt."""
+    model, told = warm(shape), Told()
+    plans: tuple[tuple[str, NoGraphs | Capturing], ...] = (
+        ("eager", NoGraphs()),
+        ("graph", Capturing()),
+    )
+    for name, plan in plans:
+        model.begin(plan)
+        model.place()
+        runner = plan.steps
+        assert isinstance(runner, CudaRangeRunner)
+        for rows in TIMED_ROWS:
+            batch, inputs = step_of(rows, CONTEXT_TOKENS, model.spec.vocab_size)
+            left = iter(range(UNTIMED_STEPS + TIMED_STEPS))
+            times_ms = steps_ms(
+                runner, batch, inputs, lambda left=left: next(left, None) is not None
+            )
+            told[f"{name}_{rows}_s"] = statistics.median(times_ms[UNTIMED_STEPS:]) / 1e3
+        blocks = tuple(range(PREFILL_TOKENS // BLOCK_TOKENS))
+        prompt = torch.arange(PREFILL_TOKENS) % model.spec.vocab_size
+        left = iter(range(5))
+        batch = Batch((Segment(0, PREFILL_TOKENS, blocks, True),))
+        times_ms = steps_ms(runner, batch, prompt, lambda left=left: next(left, None) is not None)
+        told[f"{name}_prefill_s"] = min(times_ms) / 1e3
+        model.engine.unload(INSTANCE)
+    return {**told, "prefill_tokens": PREFILL_TOKENS}
+
+
 def steps_ms(
     steps: CudaRangeRunner, batch: Batch, inputs: torch.Tensor, goes_on: Callable[[], bool]
 ) -> list[float]:
@@ -316,6 +376,7 @@ def main() -> None:
         "first-layer": lambda: first_layer(shape),
         "ours": lambda: ours(shape, folder),
         "serving": lambda: serving(shape, folder),
+        "steps": lambda: steps(shape),
     }
     print(json.dumps(ways[way]()))
     sys.stdout.flush()
