@@ -1,5 +1,5 @@
-"""MEDUSA's Figures 10 and 11 in simulated time: first tokens under Poisson arrivals, with cold starts
-among them, by how models are loaded: ``make bench-medusa-traces``.
+"""MEDUSA's Figures 10 and 11 in simulated time: first tokens under Poisson arrivals, with cold
+starts among them, by how models are loaded: ``make bench-medusa-traces``.
 
 Reads what ``bench/medusa.py`` measured of a shape (LINES): how long a loading phase takes, from the
 command to ready, weights in host memory; what steps and prompts take. The simulator's cluster runs

@@ -1,5 +1,5 @@
-"""Room for KV is restored, with more free memory or less than the artifact's build had: computed from
-the recorded division, in one piece of arithmetic, and checked against it (MEDUSA, section 6).
+"""Room for KV is restored, with more free memory or less than the artifact's build had: computed,
+in one piece of arithmetic, and checked against the recorded division (MEDUSA, section 6).
 """
 
 from dataclasses import replace
