@@ -19,6 +19,7 @@ from engine_gpu_job import (
     SHAPES_TO_TRY,
     VOCAB_SIZE,
 )
+from medusa_shapes import LLAMA, MEDUSA_SHAPES, MISTRAL, QWEN2
 from safetensors.torch import save_file
 
 from pilotlight.engine.models.registry import decoder_of
@@ -30,6 +31,7 @@ from pilotlight.policy.model import (
     ScaleKind,
 )
 
+MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN2: "qwen2"}
 DEVIATION = 0.02
 FP8_MAX = 448.0
 
@@ -55,8 +57,9 @@ def spec_of(shape: str) -> ModelSpec:
             scale_dtype=Dtype.FLOAT32,
             scale_suffix="weight_scale_inv" if scales is ScaleKind.BLOCK else "weight_scale",
         )
-    sizes: dict[str, Any] = (SHAPES | SHAPES_TO_MIX | SHAPES_TO_TRY)[shape]
-    bare = ModelSpec(**common, **sizes, part_bytes=(0,) * (sizes["num_layers"] + 2))
+    known = SHAPES | SHAPES_TO_MIX | SHAPES_TO_TRY | MEDUSA_SHAPES
+    sizes: dict[str, Any] = common | known[shape]
+    bare = ModelSpec(**sizes, part_bytes=(0,) * (sizes["num_layers"] + 2))
     decoder = decoder_of(bare)
     of_parts = (
         sum(
@@ -73,7 +76,7 @@ def config_of(spec: ModelSpec) -> dict[str, Any]:
     quantized = spec.quantization
     return ({} if quantized is None else {"quantization_config": _said(quantized)}) | {
         "architectures": [spec.architecture],
-        "model_type": "qwen2",
+        "model_type": MODEL_TYPES[spec.architecture],
         "hidden_act": "silu",
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.intermediate_size,

@@ -218,9 +218,9 @@ def restored(shape: str, folder: Path, *, prompts: bool = True, rest_s: float = 
     return Watched(layout, (folder / f"{shape}.graphs").read_bytes, rest_s)
 
 
-def record(shape: str, folder: Path) -> dict[str, Any]:
+def record(shape: str, folder: Path, plan: GraphRecorder) -> dict[str, Any]:
     """Records a shape's graphs, and the kernels that they and a request need."""
-    model, plan = Model(shape), GraphRecorder()
+    model = Model(shape)
     model.begin(plan)
     model.place()
     began_s = time.perf_counter()
@@ -353,7 +353,7 @@ def main() -> None:
         install()
     kernels = folder / f"{shape}.kernels"
     ways = {
-        "record": lambda: record(shape, folder),
+        "record": lambda: record(shape, folder, GraphRecorder()),
         "restore": lambda: restore(shape, folder, beside=False),
         "beside": lambda: restore(shape, folder, beside=True),
         "captured": lambda: captured(shape),

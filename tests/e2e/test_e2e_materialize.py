@@ -41,7 +41,7 @@ def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
     """Evict a model, ask it, and give the record of its cold start."""
     with system.admin() as admin:
         assert admin.post(f"/models/{name}/evict").status_code == 202
-        eventually(lambda: not any(one["held"] for one in admin.get("/workers").json()["workers"]))
+        eventually(lambda: name not in held_models(admin))
         with (
             system.openai() as client,
             client.chat.completions.with_streaming_response.create(
@@ -63,6 +63,11 @@ def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
             return done[0] if "prefill" in names else None
 
         return eventually(finished)
+
+
+def held_models(admin: Any) -> set[str]:
+    workers = admin.get("/workers").json()["workers"]
+    return {stage["model"] for one in workers for stage in one["held"]}
 
 
 def phases(record: dict[str, Any]) -> set[str]:
@@ -90,12 +95,35 @@ def test_a_cold_start_restores_what_was_materialized(system: RunningSystem) -> N
     assert text.get("failed", 0) == 0
 
 
-def restore_counts(system: RunningSystem) -> dict[str, float]:
+def test_an_artifact_of_which_one_bit_is_another_is_refused_and_nobody_notices(
+    system: RunningSystem,
+) -> None:
+    register(system, "bent")
+    said, folder = answer(system, "bent"), system.home / "objects" / "artifacts"
+    before = {*folder.glob("*")}
+    system.cli("materialize", "bent")
+    (file,) = {*folder.glob("*")} - before
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(data)
+    try:
+        record = cold_start(system, "bent")
+        assert "init" in phases(record)
+        assert "restore" not in phases(record)
+        assert answer(system, "bent") == said
+        eventually(lambda: restore_counts(system, "field").get("digest"))
+        assert restore_counts(system).get("failed", 0) == 0
+    finally:
+        file.unlink()  # the tests behind look at what the store has
+
+
+def restore_counts(system: RunningSystem, label: str = "outcome") -> dict[str, float]:
     import httpx2
 
     text = httpx2.get(f"{system.url}/metrics").text
     return {
-        sample.labels["outcome"]: sample.value
+        sample.labels[label]: sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == "pilotlight_worker_restores_total"

@@ -74,6 +74,15 @@ def test_every_restored_graph_gives_the_bits_of_the_captured_one(
         assert differing(told["found"], before[kind]["captured"]) == [], kind
 
 
+def test_a_range_that_becomes_the_whole_model_has_the_whole_models_graphs(recorded: Any) -> None:
+    """It has run steps of its own layers before, eagerly and captured."""
+    folder, before = recorded
+    (told,) = child("restore", str(folder), "grown").values()
+    assert (told["refused"], told["message"], told["failed"]) == ("", "", "")
+    assert (told["ready"], told["proved"]) == (GRAPHS, GRAPHS)
+    assert differing(told["found"], before[restored_steps.KINDS[0]]["captured"]) == []
+
+
 @pytest.mark.parametrize(
     ("way", "field"), [("slot", "slot"), ("cut", "archive"), ("unreadable", "digest")]
 )

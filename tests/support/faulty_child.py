@@ -63,8 +63,8 @@ class FaultyEngine(engine_module.Engine):
     def begin_load(self, instance_id: InstanceId, *arguments: Any, **options: Any) -> Any:
         room = super().begin_load(instance_id, *arguments, **options)
         resident = self._stages[instance_id]
-        resident._compute = replace(
-            resident._compute, runner=FaultyRunner(resident._compute.runner, self._arena)
+        resident.compute = replace(
+            resident.compute, runner=FaultyRunner(resident.compute.runner, self._arena)
         )
         return room
 

@@ -53,7 +53,7 @@ class StandInSteps:
         self.pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
         self.out = self.pool[: 4 * SIZES[-1] * VOCAB].view(torch.float32).view(SIZES[-1], VOCAB)
         self.input = 5.0
-        self.has_trials = True
+        self.has_trials = self.whole = True
         self.places = {"metadata": 4096}
         self.through: Callable[[int], Tensor] | None = None
         """How a trial runs."""
@@ -149,6 +149,8 @@ class StandInCapture:
     def expect(self, tokens: int) -> bool:
         return False
 
+    def extended(self) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 
@@ -163,6 +165,7 @@ class RestoredRig:
         prompts: tuple[int, ...] = (),
         wait_s: float = DEADLINE_S,
         rest_s: float = 0.0,
+        later: bool = False,
     ) -> None:
         self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
         lengths = tuple(map(prompt_size, prompts))
@@ -170,7 +173,7 @@ class RestoredRig:
         self.read: Callable[[], bytes] = lambda: b"archive"
         self.open: Callable[[], Any] = lambda: self.device
         self.slot = 3
-        self.wait_s, self.rest_s = wait_s, rest_s
+        self.wait_s, self.rest_s, self.later = wait_s, rest_s, later
         self.layout = GraphLayout(
             slot=3,
             places=places_in(places_of(self.steps)),
@@ -201,6 +204,7 @@ class RestoredRig:
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
             rest_s=self.rest_s,
+            later=self.later,
             uses=self.uses,
         )
         memory = SimpleNamespace(

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from pilotlight.engine.models.registry import decoder_of
 from pilotlight.native.library import NativeError
 from pilotlight.policy.materialized import GraphLayout
 from pilotlight.policy.model import Dtype
+from pilotlight.policy.model import Stage as Layers
 
 SLOT, OTHER_SLOT = 2, 5
 TABLE_BLOCKS, TURNS = 4, (1, 2)
@@ -52,20 +53,48 @@ NUM_BLOCKS = TABLE_BLOCKS * SIZES[-1]
 KINDS = ("llama", "qwen2", "qwen3")
 """Plain, with windows and biases, with norms of heads."""
 POISON = 0xFF
+GROWN_ROWS = (1, 8, 256)
+"""Of the steps that a range runs before it is the whole model."""
 
 
 class Stage:
-    """A model in place, and its steps."""
+    """A model in place, and its steps; ``grown``: it was its first layers before, and ran those."""
 
-    def __init__(self, arena: CudaArena, kind: str, slot: int, plan: GraphPlan | None) -> None:
+    def __init__(
+        self,
+        arena: CudaArena,
+        kind: str,
+        slot: int,
+        plan: GraphPlan | None,
+        *,
+        grown: bool = False,
+    ) -> None:
         spec = spec_of(kind, Dtype.BFLOAT16)
-        self.memory = StageMemory(arena, decoder_of(spec), spec.whole, spec.dtype, slot)
-        parameters = Parameters(self.memory)
-        for part, tensors in enumerate(random_parts(spec, 1)):
-            parameters.place(part, {name: source_of(t) for name, t in tensors.items()}, lambda: 0.0)
-        self.kv = KvCache(self.memory, NUM_BLOCKS)
-        self.compute = compute_on(self.memory, parameters, self.kv, plan)
         self.num_layers, self.vocab_size = spec.num_layers, spec.vocab_size
+        self._parts = dict(enumerate(random_parts(spec, 1)))
+        first = Layers(0, spec.num_layers // 2) if grown else spec.whole
+        self.memory = StageMemory(arena, decoder_of(spec), first, spec.dtype, slot)
+        self._parameters = Parameters(self.memory)
+        self._place(spec.parts_of(first))
+        self.kv = KvCache(self.memory, NUM_BLOCKS)
+        self.compute = compute_on(self.memory, self._parameters, self.kv, plan)
+        if grown:
+            self._grow(first, spec.whole)
+
+    def _place(self, parts: Iterable[int]) -> None:
+        for part in parts:
+            tensors = {name: source_of(tensor) for name, tensor in self._parts[part].items()}
+            self._parameters.place(part, tensors, lambda: 0.0)
+
+    def _grow(self, first: Layers, whole: Layers) -> None:
+        """The first layers run, eagerly, captured and replayed; then the others come."""
+        had = self.memory.parts
+        for rows in GROWN_ROWS * 3:
+            batch, inputs = step_of(rows, 1, self.vocab_size)
+            self.compute.runner.run(batch, inputs, first)
+        self.kv.extend(whole)
+        self.compute.extended()
+        self._place(part for part in self.memory.parts if part not in had)
 
     def digests(self, poison_bytes: int = 0) -> Iterator[tuple[str, str]]:
         """What every size gives for fresh inputs, the cache filled with what depends on the turn
@@ -152,6 +181,8 @@ class NoGraphs:
     def expect(self, tokens: int) -> bool:
         return False
 
+    def extended(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -219,12 +250,14 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
             raise GraphsRefused("digest", "as the reader says")
         return bytes(archive)
 
-    plan = RestoredGraphs(layout, read)
+    plan = RestoredGraphs(layout, read, later=way == "grown")
     began_s = time.perf_counter()
-    stage = Stage(arena, kind, OTHER_SLOT if way == "slot" else SLOT, plan)
+    slot = OTHER_SLOT if way == "slot" else SLOT
+    stage = Stage(arena, kind, slot, plan, grown=way == "grown")
     built_s = time.perf_counter() - began_s
     # Of graphs that are refused the pool has no such memory.
-    poison_bytes = layout.pool_bytes if way == "plain" and not plan.news.refused else 0
+    whole = way in ("plain", "grown") and not plan.news.refused
+    poison_bytes = layout.pool_bytes if whole else 0
     found: dict[str, str] = {}
     failed, first_s = "", 0.0
     try:

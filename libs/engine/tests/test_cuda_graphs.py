@@ -72,6 +72,8 @@ class Restored:
     def expect(self, tokens: int) -> bool:
         return False
 
+    def extended(self) -> None: ...
+
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
     ) -> GraphStep | None:

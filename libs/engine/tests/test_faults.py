@@ -87,8 +87,8 @@ def test_a_batch_without_memory_ends_its_largest_request_and_leaves_the_others_a
     for runs in (alone, crowded):
         runs.load(model)
     resident = crowded.engine._stages["i"]
-    runner = Crowded(resident._compute.runner, 45)
-    resident._compute = replace(resident._compute, runner=runner)
+    runner = Crowded(resident.compute.runner, 45)
+    resident.compute = replace(resident.compute, runner=runner)
     prompts = {
         name: [3 + (7 * place + size) % 60 for place in range(size)]
         for name, size in (("a", 5), ("b", 30), ("c", 20))
@@ -114,7 +114,7 @@ def test_what_is_not_the_devices_memory_ends_the_engine(driver, checkpoint):
         def run(self, *arguments: Any) -> Any:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    resident._compute = replace(resident._compute, runner=Broken())
+    resident.compute = replace(resident.compute, runner=Broken())
     runs.add("a", [1, 2, 3])
     with pytest.raises(RuntimeError, match="illegal memory"):
         runs.step()

@@ -161,3 +161,10 @@ def test_a_model_without_trials_is_refused_by_name(recording: Recording) -> None
     with pytest.raises(NotRecorded) as refused:
         recording.record()
     assert refused.value.field == "steps"
+
+
+def test_graphs_of_a_range_are_not_recorded(recording: Recording) -> None:
+    recording.steps.whole = False
+    with pytest.raises(NotRecorded) as refused:
+        recording.record()
+    assert refused.value.field == "stage"

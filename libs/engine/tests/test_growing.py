@@ -3,6 +3,7 @@ over.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from pipelines import INSTANCE, connect, cuts, staged
@@ -362,3 +363,23 @@ def test_what_cannot_grow(checkpoint, driver):
     loading.begin_load(INSTANCE, model.spec, Stage(0, 2), model.spec.dtype, whole_bytes)
     with pytest.raises(StageBusy, match="loading"):
         loading.extend(INSTANCE, Stage(0, 3), whole_bytes)
+
+
+def test_graphs_hear_of_a_longer_range_when_it_has_memory_and_before_its_parts(
+    checkpoint, driver, prompts
+):
+    model = checkpoint("llama", 1)
+    pipeline, heard = staged(driver, model, cuts(4, 2)), []
+    resident = pipeline.lead.engine._stages[INSTANCE]
+
+    def extended():
+        placed = sum(part in resident.parameters for part in model.parts)
+        heard.append((resident.memory.stage, resident.stage, placed))
+
+    resident.compute = replace(resident.compute, extended=extended)
+    pipeline.lead.add("0", prompts[0], max_tokens=40)
+    some_tokens(pipeline, "0", 3)
+    grow(pipeline, model, 4)
+    ((memory, runs, placed),) = heard
+    assert (memory, runs) == (Stage(0, 4), Stage(0, 2))
+    assert placed < len(model.parts)

@@ -89,7 +89,7 @@ def test_a_prompt_alone_that_has_one_graph_waits_for_all_parts(driver, checkpoin
     runs, ran = driver(), layers_run(model)
     begin(runs, model)
     stage, asked, comes = runs.engine._stages[I], [], True
-    stage._compute = replace(stage._compute, expect=lambda tokens: (asked.append(tokens), comes)[1])
+    stage.compute = replace(stage.compute, expect=lambda tokens: (asked.append(tokens), comes)[1])
     runs.add("a", PROMPTS[0], max_tokens=MAX_TOKENS)
     assert asked == [len(PROMPTS[0])], "as soon as it is there"
     place(runs, model, 0, 1, 2)
@@ -118,7 +118,7 @@ def test_who_is_left_alone_waits_for_all_parts(first, driver, checkpoint, layers
     stage, alone = runs.engine._stages[I], first == "a prompt without a graph"
     known = len(PROMPTS[0])
     expect = (lambda tokens: tokens == known) if alone else (lambda _: True)
-    stage._compute = replace(stage._compute, expect=expect)
+    stage.compute = replace(stage.compute, expect=expect)
     place(runs, model, 0, 1, 2)
     if not alone:
         runs.add("a", PROMPTS[0], max_tokens=MAX_TOKENS)

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotlight.policy.graphs.restoring import (
-    COPIES_WHILE_RESTORING,
-    COPY_BYTES,
     Restoring,
     Run,
     ask,
@@ -108,14 +106,6 @@ def test_what_is_ready_is_replayed_and_what_is_refused_or_unknown_runs_eagerly()
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 4), (16, 16), (17, None)])
 def test_a_step_takes_the_least_graph_that_holds_it(rows: int, size: int | None) -> None:
     assert size_of(Restoring(sizes=SIZES), rows) == size
-
-
-def test_copies_are_bounded_until_everything_is_back() -> None:
-    one = Restoring(sizes=(1,))
-    assert one.copies == COPIES_WHILE_RESTORING
-    assert began(one, 1).copies == COPIES_WHILE_RESTORING
-    assert ended(began(one, 1), 1, restored=True).copies is None
-    assert COPIES_WHILE_RESTORING * COPY_BYTES == 32 << 20
 
 
 @given(

@@ -29,7 +29,7 @@ from pilotlight.policy.materialized import (
     Artifact,
     Fingerprint,
 )
-from pilotlight.policy.model import Model
+from pilotlight.policy.model import Dtype, Model
 from pilotlight.policy.phase import PhaseName
 from pilotlight.worker.artifacts import Found, Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
@@ -88,6 +88,17 @@ def test_each_field_of_a_signature_matters(model: Model) -> None:
         checked(signed(Digest("0" * 64), data), data, good.fingerprint, key)
 
 
+def test_one_bit_of_any_byte_of_a_manifest_refuses_it(model: Model) -> None:
+    good = an_artifact(model)
+    data, key = encode_json(good), CLUSTER_KEY.encode()
+    info = signed(good.fingerprint.digest, data)
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(Refused, match="digest"):
+            checked(info, bytes(changed), good.fingerprint, key)
+
+
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig()
@@ -128,6 +139,27 @@ async def of_another_driver(listing: Listing, good: Artifact) -> None:
     await listing.lists(with_driver(good))
 
 
+async def of_another_engine(listing: Listing, good: Artifact) -> None:
+    changed = replace(good.fingerprint.environment, engine="0.0.1 " + "0" * 16)
+    await listing.lists(replace(good, fingerprint=replace(good.fingerprint, environment=changed)))
+
+
+async def of_another_digest(listing: Listing, good: Artifact) -> None:
+    await listing.lists(of_another_model(good, model_digest=Digest("9" * 64)))
+
+
+async def of_another_dtype(listing: Listing, good: Artifact) -> None:
+    await listing.lists(of_another_model(good, dtype=Dtype.FLOAT16))
+
+
+async def of_another_slot(listing: Listing, good: Artifact) -> None:
+    await listing.lists(of_another_model(good, slot=good.fingerprint.slot + 1))
+
+
+def of_another_model(good: Artifact, **changes: Any) -> Artifact:
+    return replace(good, fingerprint=replace(good.fingerprint, **changes))
+
+
 async def nearly(listing: Listing, good: Artifact) -> None:
     listing.found = ArtifactsFound(artifacts=(), nearest=with_driver(good).fingerprint)
 
@@ -144,6 +176,10 @@ Prepare = Callable[[Listing, Artifact], Any]
         (flipped, "digest"),
         (newer, "format"),
         (of_another_driver, "driver"),
+        (of_another_engine, "engine"),
+        (of_another_digest, "model_digest"),
+        (of_another_dtype, "dtype"),
+        (of_another_slot, "slot"),
         (nearly, "driver"),
     ],
 )

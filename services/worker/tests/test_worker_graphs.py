@@ -26,8 +26,8 @@ from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.graphs import StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
-from pilotlight.engine.cuda.fitting import GraphsRefused
-from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews
+from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest, InstanceId
@@ -107,6 +107,16 @@ def test_bytes_that_are_not_an_archives_are_refused_by_name(data: bytes, field: 
     with pytest.raises(GraphsRefused) as refused:
         read()
     assert refused.value.field == field
+
+
+def test_one_bit_of_any_byte_of_an_archive_refuses_it() -> None:
+    files = GraphFiles()
+    for place in range(len(ARCHIVE)):
+        changed = bytearray(ARCHIVE)
+        changed[place] ^= 1 << place % 8
+        with pytest.raises(WrongArchive, match="graphs_digest"):
+            files.keep(BLOB, bytes(changed))
+    assert files.path_of(BLOB) == ""
 
 
 def test_a_file_that_is_gone_is_refused_by_name() -> None:
@@ -301,7 +311,8 @@ def test_a_child_tells_what_becomes_of_graphs_when_it_changes(
 ) -> None:
     rig = RestoredRig()
     monkeypatch.setattr(
-        "pilotlight.engine.cuda.restored.RestoredGraphs", lambda layout, read, uses: rig.begin()
+        "pilotlight.engine.cuda.restored.RestoredGraphs",
+        lambda layout, read, later, uses: rig.begin(),
     )
     plans = GraphPlans()
     artifact = replace(with_graphs(model), graphs=rig.layout)

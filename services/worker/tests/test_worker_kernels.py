@@ -101,6 +101,25 @@ def test_a_child_has_an_artifacts_kernels_before_the_stage_has_its_memory(
     assert store.kernel(KEY, "_gemv.json") is None, "nobody needs its files any more"
 
 
+def test_a_stage_with_another_name_keeps_its_kernels_until_it_goes(
+    model: Model, store: KernelStore, file: GraphFile
+) -> None:
+    plans, new = KernelPlans(), InstanceId("inst-new")
+    file.write(ARCHIVE)
+    plans.begin(a_load(model, with_kernels(model), kernels=file.path))
+    plans.news()
+    plans.rename(STAGE, new)
+    plans.rename(InstanceId("nobody"), InstanceId("other"))
+    plans.settle(STAGE)
+    assert plans.news() == []
+    plans.settle(new)
+    assert [(one.instance_id, one.settled) for one in plans.news()] == [(new, True)]
+    plans.drop(STAGE)
+    assert store.kernel(KEY, "_gemv.json") is not None
+    plans.drop(new)
+    assert store.kernel(KEY, "_gemv.json") is None
+
+
 @pytest.mark.parametrize("load", ["plain", "without kernels", "without an archive"])
 def test_a_child_leaves_triton_alone_where_there_are_no_kernels(
     model: Model, monkeypatch: pytest.MonkeyPatch, load: str

@@ -70,6 +70,8 @@ class Compute:
     """None where the host does the work itself: there is nothing to run ahead of."""
     expect: Callable[[int], bool] = _in_pieces
     """See ``GraphSupplier.expect``."""
+    extended: Callable[[], None] = _nothing
+    """See ``GraphSupplier.extended``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""
 
@@ -137,4 +139,6 @@ def compute_on(
         graphs.close()
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
-    return Compute(runner, sampler, sampler.launch, supplier.expect, graphs.close)
+    return Compute(
+        runner, sampler, sampler.launch, supplier.expect, supplier.extended, graphs.close
+    )

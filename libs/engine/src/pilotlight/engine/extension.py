@@ -74,6 +74,7 @@ def begin(
         resident.kv.resize(num_blocks)
         resident.room = _of_blocks(resident.room, num_blocks)
     resident.kv.extend(stage)
+    resident.compute.extended()
     resident.target, resident.target_bytes = stage, device_bytes
     resident.target_vouched = False
     resident.room = _of_blocks(room, memory.num_blocks)

@@ -101,12 +101,12 @@ class ResidentStage:
             # The bus is what a start waits for: it has something to do while all else is set up.
             self.parameters.order(early() if early is not None else {})
             self.kv = KvCache(self.memory, self.num_blocks)
-            self._compute = compute_on(self.memory, self.parameters, self.kv, plan)
+            self.compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
             self.parameters.close()
             self.memory.close()
             raise
-        self.sample = self._compute.sample
+        self.sample = self.compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
         self.tables = BlockTables(
@@ -186,7 +186,7 @@ class ResidentStage:
             self.pipeline.close()
         try:
             self.parameters.close()
-            self._compute.close()
+            self.compute.close()
         finally:
             self.memory.close()
 
@@ -204,7 +204,7 @@ class ResidentStage:
         if (request.scores or request.pooled) is not None and self.pipeline is not None:
             raise UnknownInstance("prompts are read by whole models; this stage leads a pipeline")
         check_request(self.spec, self.scheduler.kv_capacity_tokens, request)
-        self._compute.expect(len(request.token_ids))
+        self.compute.expect(len(request.token_ids))
 
     def step(self, monotonic_s: Callable[[], float], *, may_wait: bool = False) -> StageStep:
         """Runs one batch, as far as parts are in place, and samples at its end; in a pipeline, see
@@ -228,10 +228,10 @@ class ResidentStage:
         if reach < self.spec.num_layers:
             self._under_way = UnderWay(plan, outputs, reach)
             return StageStep()
-        if self._compute.launch is not None and all(
+        if self.compute.launch is not None and all(
             request.state is RequestState.RUNNING for request in plan.requests
         ):
-            launched = launch_step(plan, outputs, self._compute.launch, ahead=0)
+            launched = launch_step(plan, outputs, self.compute.launch, ahead=0)
             if launched is not None:
                 return self._finish(launched, monotonic_s, may_wait=may_wait)
         self.scheduler.advance(plan)
@@ -269,7 +269,7 @@ class ResidentStage:
         """Hands out what a batch gave, after starting the next one if nothing else can want the
         device meanwhile.
         """
-        launch = self._compute.launch
+        launch = self.compute.launch
         following = (
             self.scheduler.follow_on(launched.plan, monotonic_s())
             if may_wait and launch is not None
@@ -295,7 +295,7 @@ class ResidentStage:
         requests = self.scheduler.requests
         if layers and self._going() is None and len(requests) == 1:
             (request,) = requests
-            if self._compute.expect(len(request.token_ids)):
+            if self.compute.expect(len(request.token_ids)):
                 return self.stage.start
         return next(waiting, self.stage.stop)
 
@@ -314,7 +314,7 @@ class ResidentStage:
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
         """Runs any range of the stage's layers; see ``RangeRunner.run``."""
         stepping(self.instance_id, batch.num_tokens)
-        return self._compute.runner.run(batch, inputs, layers or self.stage)
+        return self.compute.runner.run(batch, inputs, layers or self.stage)
 
     def hand_out(
         self,

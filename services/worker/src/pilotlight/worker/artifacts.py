@@ -28,6 +28,7 @@ from pilotlight.common.messages.graphs import StageGraphs, StageKernels
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
+from pilotlight.policy.cost import may_be_whole
 from pilotlight.policy.graphs.restoring import used
 from pilotlight.policy.ids import Digest, InstanceId, ModelName
 from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
@@ -56,6 +57,11 @@ class Refused(Exception):
     def __init__(self, field: str) -> None:
         super().__init__(field)
         self.field = field
+
+
+def may_grow(hold: Hold) -> bool:
+    """A stage of a group has the memory of the whole model, which it is to become in it."""
+    return bool(hold.members) and may_be_whole(hold.model, hold.stage, hold.device_bytes)
 
 
 def checked(info: ArtifactInfo, data: bytes, wanted: Fingerprint, cluster_key: bytes) -> Artifact:
@@ -161,7 +167,8 @@ class Artifacts:
         """What a stage is restored from."""
         environment = self._core.environment
         whole = hold.stage == hold.model.spec.whole and len(hold.members) <= 1
-        if environment is None or self._cluster_key is None or not whole:
+        grows = self._with_graphs and may_grow(hold)
+        if environment is None or self._cluster_key is None or not (whole or grows):
             return Found()
         wanted = Fingerprint.of(environment, hold.model)
         digest = wanted.digest
@@ -179,6 +186,8 @@ class Artifacts:
         if not self._with_graphs:
             return Found(known)
         graphs, kernels = await self._files_of(hold, digest, known)
+        if not (whole or graphs or kernels):
+            return Found()  # all that is left is of whole models
         return Found(known, graphs, kernels, self._uses.get(digest, {}))
 
     def close(self) -> None:
@@ -222,6 +231,11 @@ class Artifacts:
             self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)
         else:
             self._count("kernels")
+
+    def on_renamed(self, old_id: InstanceId, new_id: InstanceId) -> None:
+        """A stage is another instance's from now on."""
+        if (stage := self._stages.pop(old_id, None)) is not None:
+            self._stages[new_id] = stage
 
     def on_engine_died(self, code: str) -> None:
         """The engine has ended.

@@ -24,12 +24,11 @@ from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.cluster import FetchPriority
-from pilotlight.policy.cost import may_be_whole
 from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.remaining import remaining
-from pilotlight.worker.artifacts import Artifacts, Found
+from pilotlight.worker.artifacts import Artifacts, Found, may_grow
 from pilotlight.worker.core import WorkerCore
 
 PART_DEADLINE_S = 300.0
@@ -286,14 +285,15 @@ class StageLoader:
             model=hold.model,
             stage=hold.stage,
             device_bytes=hold.device_bytes,
-            may_grow=bool(hold.members) and may_be_whole(hold.model, hold.stage, hold.device_bytes),
+            may_grow=may_grow(hold),
             pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,
             precomputed=Precomputed(kernels=found.kernels, uses=found.uses),
         )
         await self._core.engine.load_stage(load, sent)
-        name = PhaseName.RESTORE if found.manifest else PhaseName.INIT
+        restored = found.manifest and hold.stage == hold.model.spec.whole
+        name = PhaseName.RESTORE if restored else PhaseName.INIT
         self._core.phases.record(hold.instance_id, name, asked_s, sent.at_s, detail="lease")
 
     async def _feed(self, hold: Hold, lease: PartLease) -> None:

@@ -297,6 +297,8 @@ class Worker:
                 self._groups.on_refused(event)
             case StageRenamed():
                 self.stages.renames.on_renamed(event)
+                if self.artifacts is not None:
+                    self.artifacts.on_renamed(event.old_id, event.instance_id)
             case StageResized():
                 self.stages.lending.on_resized(event)
             case StageConnected():

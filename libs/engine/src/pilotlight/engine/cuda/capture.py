@@ -85,6 +85,9 @@ class CaptureOnSecondUse:
         """See ``GraphSupplier.expect``: nothing is captured before it runs."""
         return False
 
+    def extended(self) -> None:
+        """See ``GraphSupplier.extended``: nothing is captured before it runs."""
+
     def close(self) -> None:
         """See ``GraphSupplier.close``: graphs hold their memory themselves."""
 

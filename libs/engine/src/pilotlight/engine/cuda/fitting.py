@@ -3,6 +3,7 @@ driver is asked for a graph.
 """
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,13 +29,33 @@ class GraphsRefused(Exception):
         self.field = field
 
 
-def check_layout(layout: GraphLayout, memory: StageMemory, steps: StageSteps) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreNews:
+    """How far a stage's graphs are."""
+
+    ready: int = 0
+    proved: int = 0
+    """As many have given what was recorded; each does before its first use."""
+    refused: str = ""
+    """By name, why none comes (any more)."""
+    message: str = ""
+
+
+def check_layout(
+    layout: GraphLayout, memory: StageMemory, steps: StageSteps, *, later: bool = False
+) -> None:
     """Whether a stage has everything where its graphs expect it.
+
+    Args:
+        layout: of the graphs.
+        memory: the stage's.
+        steps: the stage's.
+        later: it need not be a whole model yet.
 
     Raises:
         GraphsRefused: by the name of what differs.
     """
-    if not steps.has_trials:
+    if not steps.has_trials or not (steps.whole or later):
         raise GraphsRefused("steps", "the stage has no steps that graphs are restored for")
     rows = [trial.rows for trial in layout.trials]
     lengths = [trial.rows for trial in layout.prompts]

@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 import torch
 
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.graphs import GraphArchive
+from pilotlight.native.library import OutOfMemory
+
+log = structlog.get_logger()
 
 
 class GraphDevice(Protocol):
@@ -127,6 +131,20 @@ class RestoredGraph:
 
     def reset(self) -> None:
         """All graphs of an archive go together."""
+
+
+def built(device: GraphDevice, size: int) -> bool:
+    """A graph is ready; False where there is no memory for it.
+
+    Raises:
+        NativeError: the driver refuses it.
+    """
+    try:
+        device.build(size)
+    except OutOfMemory as error:
+        log.warning("no memory for a graph", action="graph_left_out", size=size, why=str(error))
+        return False
+    return True
 
 
 def known_addresses(memory: StageMemory) -> list[tuple[int, int]]:

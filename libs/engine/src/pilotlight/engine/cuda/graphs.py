@@ -102,6 +102,10 @@ class GraphSupplier(Protocol):
         """
         ...
 
+    def extended(self) -> None:
+        """The stage has memory for a longer range, which it does not run yet."""
+        ...
+
     def close(self) -> None:
         """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
         ...
@@ -120,7 +124,12 @@ class StageSteps(Protocol):
 
     @property
     def has_trials(self) -> bool:
-        """They are the steps of a whole model of which trials can be run (``cuda.trials``)."""
+        """Trials can be run of them (``cuda.trials``), as soon as the stage is a whole model."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """The stage has memory for the whole model."""
         ...
 
     def trial_inputs(self, size: int) -> AbstractContextManager[None]:

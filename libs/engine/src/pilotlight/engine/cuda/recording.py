@@ -90,6 +90,8 @@ class GraphRecorder:
             raise NotRecorded(
                 "steps", "no steps of this model are captured, or they have no trials"
             )
+        if not steps.whole:
+            raise NotRecorded("stage", "graphs are recorded of whole models alone")
         if self._graphs is not None and self._graphs.graphs:
             raise NotRecorded("used", "steps of this stage were captured before")
         # The largest first: the others then fit into what it leaves of the pool.

@@ -16,7 +16,7 @@ kernels are loaded while the stage gets its memory, and its own addresses are lo
 import threading
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 import torch
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
-from pilotlight.engine.cuda.fitting import GraphsRefused, check_layout, named, reserve
-from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph
+from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews, check_layout, named, reserve
+from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
 from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
@@ -59,18 +59,6 @@ POISON = 0xFF
 """No number in any dtype, and no address."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreNews:
-    """How far a stage's graphs are."""
-
-    ready: int = 0
-    proved: int = 0
-    """As many have given what was recorded; each does before its first use."""
-    refused: str = ""
-    """By name, why none comes (any more)."""
-    message: str = ""
-
-
 class RestoredGraphs:
     """A ``GraphPlan``, and the stage's ``GraphSupplier``: of the whole model's decode steps, and of
     those of one prompt alone. All others are captured.
@@ -85,6 +73,7 @@ class RestoredGraphs:
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
+        later: bool = False,
         uses: Mapping[int, int] | None = None,
         monotonic_s: Callable[[], float] = _NOW_S,
     ) -> None:
@@ -97,6 +86,8 @@ class RestoredGraphs:
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
             rest_s: see ``REST_S``.
+            later: the stage may become the whole model: until it has memory for that, no kernel is
+                loaded, and no graph is made.
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
@@ -108,7 +99,7 @@ class RestoredGraphs:
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
-        self._running = self._closing = False
+        self._later, self._running, self._closing = later, False, False
         self._now_s = monotonic_s
         self._begun_s = 0.0
         self._took_ms: dict[str, float] = {}
@@ -122,8 +113,7 @@ class RestoredGraphs:
         self._scratch: Scratch | None = None
         self._steps: StageSteps | None = None
         self._fallback: GraphSupplier | None = None
-        self._rest: Tensor | None = None
-        """Of the graph pool, so that torch gives it to nothing else."""
+        self._rest: Tensor | None = None  # of the graph pool: torch gives it to nothing else
 
     @property
     def news(self) -> RestoreNews:
@@ -162,19 +152,31 @@ class RestoredGraphs:
         return self
 
     def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
-        """See ``GraphPlan``: from now on graphs are made."""
+        """See ``GraphPlan``: from now on graphs are made, or from when the stage is whole."""
         self._steps, self._graphs, self._begun_s = steps, graphs, self._now_s()
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            check_layout(self._layout, self._memory, steps)
+            check_layout(self._layout, self._memory, steps, later=self._later)
             self._rest = reserve(self._layout, self._memory, self._scratch, steps)
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
         self._took("reserved")
+        self._go()
+
+    def extended(self) -> None:
+        """See ``GraphSupplier``: graphs need no weights."""
+        if self._later:
+            self._begun_s = self._now_s()
+            self._go()
+
+    def _go(self) -> None:
+        """Graphs are made from now on, if the stage is whole."""
+        assert self._steps is not None
         with self._changed:
-            self._running = self._refused is None and self._broken is None
+            if self._steps.whole and self._refused is None and self._broken is None:
+                self._running, self._later = True, False
             self._changed.notify_all()
 
     def supply(
@@ -293,7 +295,7 @@ class RestoredGraphs:
             self._took("begun")
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
-                self._ended(size, self._built(device, size))
+                self._ended(size, built(device, size))
                 if "first" not in self._took_ms:
                     self._took("first")
                     self._spent("first", device, before)
@@ -338,7 +340,7 @@ class RestoredGraphs:
     def _next_to_load(self, loaded: Set[int]) -> int | None:
         """The graph whose kernels are loaded next, while there are no steps yet."""
         with self._changed:
-            if self._running or self._closing or self._refused:
+            if self._running or self._closing or self._refused or self._later:
                 return None
             return next_graph(replace(self._order, ready=frozenset(loaded)))
 
@@ -369,16 +371,6 @@ class RestoredGraphs:
                 "sizes", f"the archive has no graphs of the sizes {sorted(missing)}"
             )
         return device
-
-    @staticmethod
-    def _built(device: GraphDevice, size: int) -> bool:
-        """A graph is ready; False where there is no memory for it."""
-        try:
-            device.build(size)
-        except OutOfMemory as error:
-            log.warning("no memory for a graph", action="graph_left_out", size=size, why=str(error))
-            return False
-        return True
 
     def _next(self) -> int | None:
         with self._changed:

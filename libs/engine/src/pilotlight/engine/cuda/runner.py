@@ -148,8 +148,12 @@ class CudaRangeRunner:
     @property
     def has_trials(self) -> bool:
         """See ``StageSteps``. Steps that are not fused store keys before they read them."""
-        whole = self._memory.stage == self._decoder.spec.whole
-        return whole and self._graphs is not None and self._layers.fused
+        return self._graphs is not None and self._layers.fused
+
+    @property
+    def whole(self) -> bool:
+        """See ``StageSteps``."""
+        return self._memory.stage == self._decoder.spec.whole
 
     def trial_inputs(self, size: int) -> AbstractContextManager[None]:
         """See ``StageSteps``."""

@@ -18,10 +18,6 @@ from enum import Enum, auto
 PROMPTS = 1 << 20
 """Graphs are known by one number: those of decode steps by their rows, those of one prompt alone by
 its rows beyond this."""
-COPY_BYTES = 16 << 20
-COPIES_WHILE_RESTORING = 2
-"""Copies in flight while graphs are restored. Loading and instantiating write to the device behind
-whatever its copy engine has queued: with everything queued 35 graphs took 5.3 s and not 0.2."""
 
 
 class Run(Enum):
@@ -58,11 +54,6 @@ class Restoring:
     def done(self) -> bool:
         """Nothing is left to be restored."""
         return self.building is None and next_graph(self) is None
-
-    @property
-    def copies(self) -> int | None:
-        """Copies to the device that may be in flight, of ``COPY_BYTES`` each; None: any number."""
-        return None if self.done else COPIES_WHILE_RESTORING
 
 
 def prompt_size(rows: int) -> int:

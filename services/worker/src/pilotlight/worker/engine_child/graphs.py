@@ -17,8 +17,9 @@ from pilotlight.policy.materialized import GRAPHS, Artifact, Blob
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
+    from pilotlight.engine.cuda.fitting import RestoreNews
     from pilotlight.engine.cuda.recording import GraphRecorder
-    from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+    from pilotlight.engine.cuda.restored import RestoredGraphs
 
 log = structlog.get_logger()
 
@@ -92,6 +93,11 @@ class GraphPlans:
             )
         return said
 
+    def rename(self, old_id: InstanceId, new_id: InstanceId) -> None:
+        """The stage is another instance's from now on."""
+        if (restored := self._restored.pop(old_id, None)) is not None:
+            self._restored[new_id] = restored
+
     def drop(self, instance_id: InstanceId) -> None:
         """The stage is held no longer: what is to be remembered of its graphs is told."""
         restored = self._restored.pop(instance_id, None)
@@ -114,10 +120,16 @@ class GraphPlans:
         blob = artifact.graphs_blob
         if artifact.graphs is None or blob is None:
             return None
-        from pilotlight.engine.cuda.restored import RestoredGraphs, RestoreNews
+        from pilotlight.engine.cuda.fitting import RestoreNews
+        from pilotlight.engine.cuda.restored import RestoredGraphs
 
         archive = ArchiveFile(command.graphs, blob)
-        made = RestoredGraphs(artifact.graphs, archive.read, uses=command.precomputed.uses)
+        made = RestoredGraphs(
+            artifact.graphs,
+            archive.read,
+            later=command.stage != command.model.spec.whole,
+            uses=command.precomputed.uses,
+        )
         self._restored[command.instance_id] = _Restored(made, RestoreNews(), command.prove)
         return made
 

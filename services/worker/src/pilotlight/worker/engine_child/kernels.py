@@ -79,6 +79,13 @@ class KernelPlans:
             self._unsettled.discard(instance_id)
             self._news.append(StageKernels(instance_id=instance_id, settled=True))
 
+    def rename(self, old_id: InstanceId, new_id: InstanceId) -> None:
+        """The stage is another instance's from now on."""
+        for known in (self._restored, self._unsettled):
+            if old_id in known:
+                known.remove(old_id)
+                known.add(new_id)
+
     def drop(self, instance_id: InstanceId) -> None:
         """The stage is held no longer; what nobody needs any more goes."""
         self.settle(instance_id)

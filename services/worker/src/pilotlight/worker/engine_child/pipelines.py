@@ -123,6 +123,7 @@ class Pipelines:
                     )
                 case RenameStage():
                     self._engine.rename(command.instance_id, command.new_id)
+                    self._loads.renamed(command.instance_id, command.new_id)
                     self._send(
                         StageRenamed(
                             instance_id=command.new_id,

@@ -142,7 +142,7 @@ class StageLoads:
         # Beside the copies that have begun; the first of them is launched by a step.
         self.kernels.begin(command)
         name = PhaseName.INIT
-        if command.artifact:
+        if command.artifact and command.stage == model.spec.whole:
             name = PhaseName.RESTORE
             self.restoring.begin(command.instance_id, command.artifact, command.device_bytes, room)
         self._phases.record(command.instance_id, name, sent_s)
@@ -180,6 +180,11 @@ class StageLoads:
             pool_bytes=load.pool_bytes,
         )
         return tuple(self._phases.take(instance_id).phases)
+
+    def renamed(self, old_id: InstanceId, new_id: InstanceId) -> None:
+        """A stage that has become whole is another instance's from now on."""
+        self.graphs.rename(old_id, new_id)
+        self.kernels.rename(old_id, new_id)
 
     def place(
         self, command: PlacePart, ready_s: float, following: PlacePart | None = None

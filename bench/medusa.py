@@ -1,0 +1,265 @@
+"""MEDUSA's Table 1 and its Figures 7, 8 and 9 on this machine's GPU: ``make bench-medusa``.
+
+The loading phase of its ten models (``medusa_shapes.py``; random bfloat16 weights), by stage. Each
+figure is of a process of its own, in which the libraries are up when the clock starts:
+
+* ``plain``, the paper's vanilla: room, weights, a pass that profiles, every step run once and
+  captured at 35 sizes, one after the other; ``plain-cold``: on a machine that has compiled nothing;
+* ``first-layer``: MEDUSA's order as far as our engine goes it. What it does then is to build the
+  graphs: ``rebuild_s`` of ``ours`` says how long our way takes for that;
+* ``ours``: weights, graphs and compiled kernels, these on a machine that has compiled nothing;
+* ``serving``: decode steps of eight requests while the other graphs are made, beside as many
+  without that, in five pairs;
+* ``steps``: what graphs save of a step (Figure 3), for ``medusa_traces.py``;
+* ``offline``: all of a build, by part;
+* ``vllm-cold``, ``vllm``, ``vllm-eager``: vLLM of the interpreter ``--vllm``, with an empty compile
+  cache, with what that run left in it, and without graphs. No option of vLLM loads weights beside
+  the room for KV, so that the paper's "vLLM + ASYNC" is not there.
+
+``record`` goes before all of a shape: what the others restore, and the nodes of 35 graphs.
+
+Rows are appended to LINES as they come; those that are there are not measured again. OUT has all in
+the form of ``bench/results``. The exit status is 1 when a row is missing or failed, or a floor was
+missed: ``ours`` 70 % below ``plain`` and 50 times faster than ``vllm``; a build in 60 s; steps
+beside a restore 1.05 (median) and 1.25 times (90th percentile) as long as without.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+from typing import Any
+
+from medusa_shapes import MEDUSA_SHAPES
+from served_gpu import commit, machine
+
+HERE = Path(__file__).resolve().parent
+JOB, OFFLINE, VLLM = (HERE / f"medusa_{name}.py" for name in ("job", "offline", "vllm"))
+SIZES = (1, 2, 4, *range(8, 257, 8))
+"""Rows of captured steps, as the engine and the paper have them."""
+WHAT = {
+    "record": "what is recorded: nodes of 35 graphs, bytes",
+    "plain": "the loading phase without materialization, kernels compiled before",
+    "plain-cold": "the loading phase without materialization, nothing compiled before",
+    "first-layer": "room first, then the first layer's 35 sizes beside the weights",
+    "ours": "the loading phase with everything materialized",
+    "serving": "decode steps beside a restore, times as long as alone",
+    "steps": "steps of one and of 16 requests, eagerly and as graphs, and a prompt",
+    "offline": "a build by part",
+    "vllm-cold": "vLLM's loading phase, nothing compiled before",
+    "vllm": "vLLM's loading phase, compiled before",
+    "vllm-eager": "vLLM's loading phase without graphs",
+}
+WAYS = tuple(WHAT)
+RECORDED = {"plain", "first-layer", "ours", "serving", "steps"}
+"""Ways that need what was recorded: graphs and kernels, or compiled ones on disk."""
+SMALL = ("qwen1.5-0.5b", "qwen1.5-1.8b", "qwen1.5-4b", "yi-6b")
+SECONDS, LEAST_S = 270.0, 10.0
+JOB_S, OFFLINE_S, VLLM_S = 90.0, 200.0, 200.0
+PLAIN_SHARE, VLLM_TIMES, OFFLINE_FLOOR_S, MEDIAN_TIMES, P90_TIMES = 0.3, 50.0, 60.0, 1.05, 1.25
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What was measured so far, in this run and in those before it."""
+
+    folder: Path
+    """For what is recorded, and for caches."""
+    lines: Path
+    vllm: str
+    """An interpreter; empty: there is none."""
+    seconds: float
+    began_s: float = field(default_factory=time.monotonic)
+    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict[tuple[str, str], list[Row]])
+    missing: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        """Takes over the rows that are there."""
+        if self.lines.exists():
+            for line in self.lines.read_text().splitlines():
+                self._take(json.loads(line))
+
+    @property
+    def left_s(self) -> float:
+        """Until no other row begins."""
+        return self.seconds - (time.monotonic() - self.began_s)
+
+    def ways_of(self, shape: str, ways: Sequence[str]) -> list[str]:
+        """What is still to be measured, in the order in which one needs the other."""
+        asked = [way for way in WAYS if way in ways and (way, shape) not in self.rows]
+        if not self.vllm:
+            asked = [way for way in asked if not way.startswith("vllm")]
+        if RECORDED & {*asked} and not self.recorded(shape) and "record" not in asked:
+            asked = ["record", *asked]
+        if "vllm" in asked and "vllm-cold" not in asked and not self.cache("vllm", shape).exists():
+            asked.insert(asked.index("vllm"), "vllm-cold")
+        return asked
+
+    def cache(self, of: str, shape: str) -> Path:
+        """Of compiled kernels that later rows find."""
+        return self.folder / f"{shape}.{of}.cache"
+
+    def recorded(self, shape: str) -> bool:
+        """There is what other rows restore, or find compiled."""
+        return (self.folder / f"{shape}.kernels").exists()
+
+    def measure(self, way: str, shape: str) -> None:
+        """One row more."""
+        name = f"{way} {shape}"
+        if self.left_s < LEAST_S:
+            self.missing.append(f"{name}: {self.seconds:g} s are over")
+            return
+        command, variables, limit_s = self._job(way, shape)
+        try:
+            job = subprocess.run(
+                command,
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=min(limit_s, max(self.left_s, LEAST_S)),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            self.missing.append(f"{name}: it took too long")
+            return
+        if job.returncode or not job.stdout.strip():
+            self.missing.append(f"{name}: exit status {job.returncode}")
+            return
+        row = {"way": way, "shape": shape, **json.loads(job.stdout.splitlines()[-1])}
+        with self.lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        self._take(row)
+
+    def _take(self, row: Row) -> None:
+        told = {name: each for name, each in row.items() if name not in ("way", "shape")}
+        self.rows.setdefault((row["way"], row["shape"]), []).append(told)
+
+    def _job(self, way: str, shape: str) -> tuple[list[str], dict[str, str], float]:
+        """How a row is measured: a command, its variables, its most seconds."""
+        if way.startswith("vllm"):
+            folder = self.folder / f"{shape}.vllm"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_config(shape, folder)
+            sizes = ",".join(map(str, SIZES))
+            command = [self.vllm, str(VLLM), str(folder), sizes]
+            cache = self.cache("vllm", shape)
+            cache.mkdir(exist_ok=True)
+            caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+            variables = {name: str(cache / name.lower()) for name in caches}
+            # Our own sources are nothing for another interpreter.
+            variables["PYTHONPATH"] = ""
+            eager = ["--eager"] if way == "vllm-eager" else []
+            return [*command, *eager], variables, VLLM_S
+        # What was compiled before is what recording has compiled.
+        before = way in ("record", "plain", "first-layer", "steps")
+        cache = self.cache("triton", shape) if before else Path(mkdtemp(dir=self.folder))
+        variables = {"TRITON_CACHE_DIR": str(cache), "CUDA_CACHE_DISABLE": "1"}
+        if way == "offline":
+            return [sys.executable, str(OFFLINE), shape, str(self.folder)], variables, OFFLINE_S
+        return [sys.executable, str(JOB), way, shape, str(self.folder)], variables, JOB_S
+
+
+def write_config(shape: str, folder: Path) -> None:
+    """What another engine reads of a model without weights."""
+    # Only here: a run without vLLM needs no torch.
+    from engine_gpu_weights import config_of, spec_of
+
+    (folder / "config.json").write_text(json.dumps(config_of(spec_of(shape))))
+
+
+def document(rows: Mapping[tuple[str, str], Sequence[Row]], about: dict[str, str]) -> Row:
+    """In the form of ``bench/results``."""
+    measurements: list[Row] = []
+    for (way, shape), each in rows.items():
+        numbers = [
+            name
+            for name, value in each[0].items()
+            if not isinstance(value, str) and all(name in row for row in each)
+        ]
+        samples = {name: [round(row[name], 4) for row in each] for name in numbers}
+        medians = {name: statistics.median(values) for name, values in samples.items()}
+        said = {name: value for name, value in each[-1].items() if isinstance(value, str) and value}
+        named = {"what": f"{WHAT[way]}, {shape}", **about, "unit": "s, and counts", **said}
+        measurements.append({**named, "samples": samples, "medians": medians})
+    return {"benchmark": "medusa", "measurements": measurements}
+
+
+def floors(rows: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[str]:
+    """What was missed."""
+
+    def median(way: str, shape: str, name: str = "total_s") -> float | None:
+        found = [row[name] for row in rows.get((way, shape), ())]
+        return statistics.median(found) if found else None
+
+    for shape in MEDUSA_SHAPES:
+        ours, plain, vllm = (median(way, shape) for way in ("ours", "plain", "vllm"))
+        if ours is not None and plain is not None and ours > PLAIN_SHARE * plain:
+            yield f"{shape}: {ours:.2f} s, and {plain:.2f} s without materialization"
+        if ours is not None and vllm is not None and ours * VLLM_TIMES > vllm:
+            yield f"{shape}: {ours:.2f} s, and vLLM {vllm:.1f} s"
+        built = median("offline", shape)
+        if built is not None and built > OFFLINE_FLOOR_S:
+            yield f"{shape}: a build takes {built:.0f} s"
+        for name, most in (("median_ratio", MEDIAN_TIMES), ("p90_ratio", P90_TIMES)):
+            beside = median("serving", shape, name)
+            if beside is not None and beside > most:
+                yield f"{shape}: steps beside a restore, {name} {beside:.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write after each row."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=tuple(MEDUSA_SHAPES), default=list(SMALL))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
+    parser.add_argument("--vllm", default="", help="an interpreter that has it")
+    parser.add_argument("--lines", type=Path, default=Path("medusa.jsonl"), help="goes on there")
+    parser.add_argument("--out", type=Path, default=Path("medusa.json"))
+    parser.add_argument("--recorded", type=Path, default=Path(gettempdir()) / "medusa")
+    parser.add_argument("--commit", default=commit(), help="hash and date, where it is no checkout")
+    asked = parser.parse_args(arguments)
+    changed, _, changed_date = asked.commit.partition(" ")
+    about = {
+        "command": "make bench-medusa",
+        "machine": machine(),
+        "load": f"load average {os.getloadavg()[0]:.1f} before it",
+        "commit": changed,
+        "commit_date": changed_date,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    asked.recorded.mkdir(parents=True, exist_ok=True)
+    run = Run(asked.recorded, asked.lines, asked.vllm, asked.seconds)
+    for shape in asked.shapes:
+        for way in run.ways_of(shape, asked.ways):
+            if way in RECORDED and not run.recorded(shape):
+                run.missing.append(f"{way} {shape}: nothing was recorded")
+                continue
+            run.measure(way, shape)
+            asked.out.write_text(json.dumps(document(run.rows, about), indent=2) + "\n")
+    run.missing += [
+        f"{way} {shape}: no interpreter has vLLM"
+        for way, shape in product(asked.ways, asked.shapes)
+        if way.startswith("vllm") and not run.vllm
+    ]
+    missed = [*run.missing, *floors(run.rows)]
+    for line in missed:
+        print(line, file=sys.stderr)
+    if missed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
