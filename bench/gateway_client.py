@@ -103,23 +103,29 @@ class Connection(asyncio.Protocol):
     """One request after the other."""
 
     def __init__(
-        self, job: Job, tally: Tally, lost: asyncio.Event, free: Callable[["Connection"], None]
+        self,
+        job: Job,
+        tally: Tally,
+        lost: asyncio.Event,
+        free: Callable[["Connection"], None],
+        gone: Callable[["Connection"], None],
     ) -> None:
         """Is not open yet.
 
         Args:
             job: what is asked.
             tally: where its answers are counted.
-            lost: set when it ends.
+            lost: set when it ends with a request under way.
             free: called when it has its answer.
+            gone: called when it ends with none: servers end those that were idle for long.
         """
-        self._job, self._tally, self._lost, self._free = job, tally, lost, free
+        self._job, self._tally, self._lost, self._free, self._gone = job, tally, lost, free, gone
         self._request = job.request()
         self._got = bytearray()
         self._whole: int | None = None
         """Bytes of the answer; 0: it comes in chunks; None: that is not known yet."""
         self._sent_s = self._first_s = 0.0
-        self._done = False
+        self._asking = self._done = False
         self.transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,7 +136,7 @@ class Connection(asyncio.Protocol):
         """Send the request."""
         assert self.transport is not None
         self._got.clear()
-        self._whole = None
+        self._whole, self._asking = None, True
         self._sent_s = time.monotonic()
         self._first_s = 0.0
         self.transport.write(self._request)
@@ -152,7 +158,9 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._done and not self._job.hold:
+        if self._job.rate_per_s and not self._asking:
+            self._gone(self)
+        elif not self._done and not self._job.hold:
             self._tally.errors.append(f"the connection ended: {exc}")
             self._lost.set()
 
@@ -164,6 +172,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         now_s, tally, got = time.monotonic(), self._tally, self._got
+        self._asking = False
         if got[9:12] != b"200":
             tally.errors.append(got[:400].decode(errors="replace"))
         elif self._whole == 0 and b"data: [DONE]" not in got[-100:]:
@@ -222,7 +231,7 @@ class Client:
         """One more connection, which asks at once."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(
-            lambda: Connection(self._job, self._tally, self._lost, self._again),
+            lambda: Connection(self._job, self._tally, self._lost, self._again, self._forget),
             self._job.host,
             self._job.port,
         )
@@ -234,6 +243,10 @@ class Client:
             self._free.append(connection)
         else:
             connection.ask()
+
+    def _forget(self, connection: Connection) -> None:
+        if connection in self._free:
+            self._free.remove(connection)
 
     async def _arrive(self) -> None:
         """Poisson's arrivals, on time also when they were late to be sent."""
