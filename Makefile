@@ -148,8 +148,8 @@ bench-simulator:  ## processor time of a million simulated requests, one process
 	@tools/bootstrap.sh dev
 	@$(PY) bench/simulator.py $(if $(RUNS),--runs $(RUNS)) $(if $(OUT),--out "$(OUT)")
 
-bench-validation:  ## predictions of starts, and the simulator, against a real cluster behind shaped links, as JSON; needs root. PARTS=, STARTS=, SECONDS=
-	@$(PY) bench/validation/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts $(STARTS)) $(if $(SECONDS),--seconds $(SECONDS))
+bench-validation:  ## predictions of starts, and the simulator, against a real cluster behind shaped links, as JSON; needs root. PARTS=, STARTS=, SEEDS=, SECONDS=
+	@$(PY) bench/validation/run.py $(if $(PARTS),--parts $(PARTS)) $(if $(STARTS),--starts $(STARTS)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 bench-control:  ## what control costs in a cluster of 8,000 workers and 10,000 models, as JSON: PARTS=live ticks, STARTS=a second, PLAYERS=processes, NODES=, MODELS=, OUT=, COMMIT=; PYTHON= an environment that has everything
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)

@@ -6,7 +6,7 @@ services in two more. Two parts:
 - ``starts``: models of different sizes start, alone and several at once. The time to first token
   that the decision of a start predicts, before it begins, against what the client measures.
 - ``trace``: requests for a few models come as in a trace; the simulator runs the same nodes,
-  models and requests. The share of requests within the SLO, of both.
+  models and requests. The share of requests within the SLO, of both, over some traces.
 
 Prints one JSON document.
 """
@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "dataplane")]
 from cold_start import machine  # noqa: E402
 from netns import PREFIX, address, network  # noqa: E402
 from netns import Host as Namespace  # noqa: E402
-from replayed import validate_trace  # noqa: E402
+from replayed import validate_traces  # noqa: E402
 from starts import validate_starts  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -62,7 +62,7 @@ async def starts(folder: Path, hosts: list[Namespace], asked: argparse.Namespace
 
 async def trace(folder: Path, hosts: list[Namespace], asked: argparse.Namespace) -> dict[str, Any]:
     """The simulator beside the system."""
-    return await validate_trace(folder, hosts, RATES, asked.seconds, asked.log)
+    return await validate_traces(folder, hosts, RATES, asked.seeds, asked.seconds, asked.log)
 
 
 PART_OF = {"starts": starts, "trace": trace}
@@ -75,7 +75,8 @@ def main() -> None:
     )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--starts", type=int, default=30, help="from the store that count")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of the trace")
+    parser.add_argument("--seeds", type=int, default=4, help="traces")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each trace")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="of the store")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()

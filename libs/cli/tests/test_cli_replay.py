@@ -45,6 +45,7 @@ def _write(path: Path, log: Iterable[Decided], rules: ControlRules) -> None:
         writer = LogWriter(file, header)
         for at, one in enumerate(log):
             writer.write(noted(one.facts, one.memory, one.plan, first=at == 0))
+            writer.flush()
         writer.close()
 
 

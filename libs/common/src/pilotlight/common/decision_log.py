@@ -1,7 +1,7 @@
 """A leader's decision log: all that its ticks looked at, and what they said.
 
-One file for each term, and a further one when it has become long. A file is one zlib stream of
-frames: four bytes of length, and msgpack. The first frame has the figures of the decisions; each
+One file for each term, and a further one when it has become long. A file is one stream of
+frames (``common.decision_stream``). The first frame has the figures of the decisions; each
 further one is a tick, with what changed in its facts since the tick before (``common.deltas``).
 A tick begins where the one before it ended, so plans are in no frame, and memories in the first one
 alone: whoever replays the log has them from ``tick``. Of what a tick said a frame has what a reader
@@ -11,8 +11,6 @@ A file that a process did not end well is read as far as it is whole.
 """
 
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +20,7 @@ import msgspec
 
 from pilotlight.common.decision_digest import digest_of, said
 from pilotlight.common.decision_rules import rules_from
+from pilotlight.common.decision_stream import Squeezer, frames_of
 from pilotlight.common.deltas import Change, change_of, changed_by
 from pilotlight.common.errors import BadRequest, InternalError
 from pilotlight.policy.cluster import NodeFacts, WorkerView
@@ -41,10 +40,8 @@ from pilotlight.policy.ids import Epoch, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".decisions"
-_LENGTH = struct.Struct(">I")
-_READ_BYTES = 1 << 20
 NO_BOOKS = Books()
 NO_FACTS = ControlFacts(
     now_s=0.0,
@@ -169,7 +166,7 @@ class LogWriter:
     def __init__(self, file: BinaryIO, header: Header) -> None:
         self._file = file
         self._squeezed = bytearray()
-        self._stream = zlib.compressobj(6)
+        self._stream = Squeezer()
         self._facts = NO_FACTS
         self._workers: dict[WorkerId, WorkerView] = {}
         self._nodes: dict[NodeId, NodeFacts] = {}
@@ -207,20 +204,20 @@ class LogWriter:
 
     def flush(self) -> None:
         """Everything written so far can be read."""
-        self._out(self._stream.flush(zlib.Z_SYNC_FLUSH))
+        self._out(self._stream.flush())
         self._to_file()
         self._file.flush()
 
     def close(self) -> None:
         """End the file."""
-        self._out(self._stream.flush())
+        self._out(self._stream.end())
         try:
             self._to_file()
         finally:
             self._file.close()
 
     def _put(self, frame: bytes) -> None:
-        self._out(self._stream.compress(_LENGTH.pack(len(frame)) + frame))
+        self._out(self._stream.put(frame))
 
     def _out(self, squeezed: bytes) -> None:
         self._squeezed += squeezed
@@ -320,7 +317,7 @@ class LogReader:
     _frames: Iterator[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._frames = _frames(self.path)
+        self._frames = frames_of(self.path)
         try:
             self.header = msgspec.msgpack.decode(next(self._frames), type=Header)
         except (StopIteration, msgspec.DecodeError) as error:
@@ -380,21 +377,3 @@ def _told(one: Told) -> Told:
 def _plain(value: object) -> object:
     """As it was written: msgpack knows no tuples."""
     return tuple(map(_plain, cast("list[object]", value))) if isinstance(value, list) else value
-
-
-def _frames(path: Path) -> Iterator[bytes]:
-    stream, held = zlib.decompressobj(), b""
-    with path.open("rb") as file:
-        while piece := file.read(_READ_BYTES):
-            try:
-                held += stream.decompress(piece)
-            except zlib.error as error:
-                raise BadRequest(f"{path} is no decision log: {error}") from error
-            at = 0
-            while len(held) - at >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(held, at)
-                if len(held) - at - _LENGTH.size < length:
-                    break
-                yield held[at + _LENGTH.size : at + _LENGTH.size + length]
-                at += _LENGTH.size + length
-            held = held[at:]
