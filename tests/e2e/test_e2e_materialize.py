@@ -264,10 +264,12 @@ def test_kills_at_random_instants_leave_nothing_half_there(system: RunningSystem
     eventually(built, BUILD_S)
     with system.admin() as admin:
         models = [one["name"] for one in admin.get("/models").json()["models"]]
-    listed = sorted(
-        artifact["size_bytes"] for one in models for artifact in shown(system, one)["artifacts"]
-    )
-    eventually(lambda: stored(system) == listed)
+
+    def whole() -> bool:
+        found = (one for model in models for one in shown(system, model)["artifacts"])
+        return stored(system) == sorted(one["size_bytes"] for one in found)
+
+    eventually(whole, BUILD_S)
     assert answer(system, name) == said
     assert sum(hits.values()) >= SCHEDULES // 2, "most faults hit something"
     print(f"{SCHEDULES} schedules of seed {SEED}: {dict(hits)}, {number + 1} built")
