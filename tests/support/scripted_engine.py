@@ -253,7 +253,9 @@ class Parent:
                 if isinstance(told.message, kind) and matches(told.message):
                     self.sent_s = told.sent.at_s
                     return told.message
-            assert select.select([self.ours], [], [], 5)[0], f"no {kind.__name__} came"
+            poll = select.poll()
+            poll.register(self.ours, select.POLLIN)
+            assert poll.poll(5000), f"no {kind.__name__} came"
             self.events += self._buffer.feed(self.ours.recv(65536))
         raise AssertionError(f"much came, and no {kind.__name__}")
 

@@ -1,5 +1,6 @@
 """All kinds of channel keep the same promises."""
 
+import gc
 import os
 import random
 import socket
@@ -134,6 +135,14 @@ def test_waiting_for_any_ends_with_a_frame_or_with_the_time(ends):
     with meanwhile(lambda: one.send(frame(b"x"), 1)):
         wait_for_any((quiet, other), 10)
     assert other.receive(1).header == b"x"
+
+
+def test_ends_in_memory_that_are_dropped_open_leave_no_descriptor():
+    descriptors = [end.interest()[0] for end in memory_channel(monotonic)]
+    gc.collect()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_both_ends_send_more_than_the_socket_holds_at_the_same_time(ends):

@@ -40,7 +40,9 @@ def stop_process(home: Home) -> int | None:
         return None
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)
-        ended, _, _ = select.select([handle], [], [], STOP_DEADLINE_S)
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        ended = poll.poll(STOP_DEADLINE_S * 1000)
     finally:
         os.close(handle)
     if not ended:

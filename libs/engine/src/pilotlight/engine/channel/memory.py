@@ -3,6 +3,7 @@
 import os
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,9 @@ class MemoryChannel(PolledChannel):
         """Guards what the two ends write into each other."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when the other end has put something here."""
+        self._free_bell = weakref.finalize(self, os.close, self._bell)
+        """An end that is dropped open leaves no descriptor behind."""
+        self._free_bell.atexit = False
         self._closed = False
         self._arrived: deque[Frame] = deque()
         self._granted = 0
@@ -37,7 +41,7 @@ class MemoryChannel(PolledChannel):
             self._closed = True
             self._lost = "it was closed here"
             self.peer._hear("it was closed")
-            os.close(self._bell)
+            self._free_bell()
 
     def _hear(self, lost: str | None = None, frame: Frame | None = None, granted: int = 0) -> None:
         """Takes what the other end tells; the lock is held."""

@@ -150,7 +150,10 @@ class GrammarHelper:
                 and self._connection is not None
                 and (left_s := until_s - self._monotonic_s()) > 0
             ):
-                select.select([self._connection], [], [], left_s)
+                # Not select: it fails where a process has a thousand descriptors open.
+                poll = select.poll()
+                poll.register(self._connection, select.POLLIN)
+                poll.poll(left_s * 1000)
                 self.pump()
 
     def pump(self) -> None:

@@ -143,7 +143,11 @@ class Helper:
     def run(self) -> None:
         """Serve until the engine is gone."""
         while True:
-            for fd in select.select([self._connection.fileno(), *self._trials], [], [])[0]:
+            # Not select: it takes no descriptor from 1024 on.
+            poll = select.poll()
+            for descriptor in (self._connection.fileno(), *self._trials):
+                poll.register(descriptor, select.POLLIN)
+            for fd, _ in poll.poll():
                 if fd != self._connection.fileno():
                     self._end_trial(*self._trials.pop(fd))
                     continue

@@ -7,6 +7,7 @@ that come for something else (``KvSharing``).
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Neighbours:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wanted_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when something is wanted."""
+        for descriptor in (self._wake_fd, self._wanted_fd):
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     @property
     def wake_fd(self) -> int:
