@@ -56,6 +56,8 @@ from served_gpu_models import Prompts, prepare
 from served_gpu_servers import COLDS, ROOT, SHARED_MEMORY, Pilotlight, Vllm, await_free_device
 from served_gpu_up import NO_SLO_MS, Up
 
+from pilotlight.cli.plan import default_gateways
+
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 128
 PROFILED = 64
@@ -350,6 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--gateways",
         type=int,
+        default=default_gateways(len(os.sched_getaffinity(0))),
         help="gateway processes; by default as many as `pilotlight up` starts",
     )
     quick = "one round, one rate, few requests: a first look"

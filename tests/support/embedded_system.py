@@ -118,8 +118,12 @@ def running(
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Iterator[RunningSystem]:
-    """Start a system, hand it out, stop it with SIGINT as Ctrl-C does."""
-    command = [pilotlight(), "up", "--json", "--port", str(port or free_port()), *arguments]
+    """Start a system, hand it out, stop it with SIGINT as Ctrl-C does.
+
+    It has one gateway also on machines where two are the default, unless the arguments say more.
+    """
+    command = [pilotlight(), "up", "--json", "--port", str(port or free_port())]
+    command += [*(() if "--gateways" in arguments else ("--gateways", "1")), *arguments]
     variables = {
         **os.environ,
         "PILOTLIGHT_HOME": str(home),

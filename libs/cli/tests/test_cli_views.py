@@ -21,7 +21,13 @@ from pilotlight.cli.doctor import (
 )
 from pilotlight.cli.home import Home, HomeInUse
 from pilotlight.cli.output import show_table
-from pilotlight.cli.plan import SERVICES, Endpoints, SystemOptions, child_specs
+from pilotlight.cli.plan import (
+    SERVICES,
+    Endpoints,
+    SystemOptions,
+    child_specs,
+    default_gateways,
+)
 from pilotlight.cli.system import System
 from pilotlight.common.errors import BadRequest, NotFound
 
@@ -227,6 +233,10 @@ def test_every_service_gets_what_it_needs_and_no_more(home: Home) -> None:
     ) == ("2", "200mbit", "5")
     logs_of = {spec.log_path for spec in child_specs(home, options, ENDPOINTS, {})}
     assert logs_of == {home.logs / f"{name}.log" for name in SERVICES}
+
+
+def test_a_second_gateway_takes_nothing_from_engines_where_cores_are_few() -> None:
+    assert [default_gateways(cores) for cores in (1, 2, 15, 16, 128)] == [1, 1, 1, 2, 2]
 
 
 def test_standbys_are_processes_with_names_and_logs_of_their_own(home: Home) -> None:

@@ -110,9 +110,13 @@ def up(
         Parameter(help="Caches: one answers, the others stand by.", validator=REPLICAS),
     ] = 1,
     gateways: Annotated[
-        int,
-        Parameter(help="Gateways, all on one port.", validator=REPLICAS),
-    ] = 1,
+        int | None,
+        Parameter(
+            help="Gateways, all on one port. By default one, or two on 16 cores or more.",
+            validator=REPLICAS,
+            show_default=False,
+        ),
+    ] = None,
     nodes: Annotated[
         int,
         Parameter(
@@ -141,7 +145,7 @@ def up(
     json: Json = False,
 ) -> int:
     """Start the whole system on this machine and keep it running until Ctrl-C."""
-    from pilotlight.cli.plan import SystemOptions
+    from pilotlight.cli.plan import SystemOptions, default_gateways
     from pilotlight.cli.system import run_stoppable
     from pilotlight.cli.up import run_up
 
@@ -151,7 +155,7 @@ def up(
         workers=workers,
         schedulers=schedulers,
         caches=caches,
-        gateways=gateways,
+        gateways=gateways or default_gateways(len(os.sched_getaffinity(0))),
         nodes=nodes,
         worker_kind=worker_kind,
         link=link,

@@ -18,6 +18,18 @@ SERVICES = ("cache", "scheduler", "materializer", "loader", "gateway")
 """In order of start; stopped in reverse, so that the door closes first."""
 
 
+CORES_OF_TWO_GATEWAYS = 16
+
+
+def default_gateways(cores: int) -> int:
+    """How many gateways a machine has, unless its user says it.
+
+    With many cores a second one shortens the longest gaps between tokens, for its streams wait for
+    half as many others; with few it takes processor time from engines.
+    """
+    return 2 if cores >= CORES_OF_TWO_GATEWAYS else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemOptions:
     """What a user may choose."""
