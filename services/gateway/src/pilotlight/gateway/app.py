@@ -60,7 +60,8 @@ from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.measures import Measures
 from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.relay import Relay
-from pilotlight.gateway.serving.requests import RequestParts, Requests
+from pilotlight.gateway.serving.request_parts import RequestParts
+from pilotlight.gateway.serving.requests import Requests
 from pilotlight.gateway.serving.route import Router
 from pilotlight.gateway.serving.spreading import Spreader
 from pilotlight.gateway.serving.start_watch import StartWatch
@@ -116,9 +117,8 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
     gateway_id = new_gateway_id()
     fleet = Fleet(bus, clock, background)
     router = Router(fleet, clock)
-    bounds = QueueBounds(
-        total_requests=settings.max_held, model_requests=settings.max_held_per_model
-    )
+    per_model = settings.max_held_per_model
+    bounds = QueueBounds(total_requests=settings.max_held, model_requests=per_model)
     queue = PendingQueue(router, clock, bounds)
     fleet.on_change(queue.pump)
     fleet.on_source_changed(queue.refuse)

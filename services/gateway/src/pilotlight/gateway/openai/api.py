@@ -222,6 +222,7 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
+        self._exchanges.requests.check_room(entry.model.name, asker.key.tenant.share)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
@@ -239,6 +240,7 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
+        self._exchanges.requests.check_room(entry.model.name, asker.key.tenant.share)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)

@@ -37,6 +37,11 @@ class Waits(Protocol):
         """What serving it takes, in tokens."""
         ...
 
+    @property
+    def since_s(self) -> float:
+        """Since when it waits."""
+        ...
+
 
 W = TypeVar("W", bound=Waits)
 
@@ -102,6 +107,11 @@ class Line(Generic[W]):
     def last_of(self, tenant: str) -> W:
         """The one of a tenant that would wait longest."""
         return self._places[tenant][-1]
+
+    def waits_since_s(self, otherwise_s: float) -> float:
+        """Since when those wait that are first of their tenants', at the longest."""
+        firsts = (places[0].since_s for places in self._places.values())
+        return min(firsts, default=otherwise_s)
 
     def places_of(self, tenant: str) -> int:
         """How many a tenant has."""

@@ -14,18 +14,18 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from types import TracebackType
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import ModelCold, PilotlightError, TooManyHeld
 from pilotlight.common.waiting import SharedTimers
-from pilotlight.gateway.serving.lines import Line, all_holdings
+from pilotlight.gateway.serving.line_room import LineRoom
+from pilotlight.gateway.serving.lines import Line
 from pilotlight.gateway.serving.route import Route, Router
 from pilotlight.gateway.serving.starts import ColdStart
 from pilotlight.gateway.serving.ticket import Ticket
-from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
-from pilotlight.policy.fairness import Holding, makes_way
+from pilotlight.policy.admission import QueueBounds
+from pilotlight.policy.fairness import FairShare
 from pilotlight.policy.ids import Digest, ModelName
 from pilotlight.policy.request import Demand
 
@@ -87,6 +87,11 @@ class Place:
         """What serving it takes, in tokens."""
         return self.ticket.needed_tokens
 
+    @property
+    def since_s(self) -> float:
+        """Since when it waits."""
+        return self.ticket.since_s
+
     def decided(self, at_most_s: float) -> Awaitable[bool]:
         """Until there is an instance or an error; False when ``at_most_s`` passed first.
 
@@ -137,11 +142,10 @@ class PendingQueue:
     def __init__(self, router: Router, clock: Clock, bounds: QueueBounds) -> None:
         self._router = router
         self._clock = clock
-        self._bounds = bounds
+        self._room = LineRoom[Place](bounds)
         self._lines: dict[ModelName, Line[Place]] = {}
         self._numbers = itertools.count()
         self._closed: PilotlightError | None = None
-        self._held = 0
         self.timers = SharedTimers(TIMER_STEP_S)
         """Of places."""
         self.on_change: Callable[[], None] = lambda: None
@@ -150,12 +154,18 @@ class PendingQueue:
     @property
     def held(self) -> int:
         """Requests that wait."""
-        return self._held
+        return self._room.held
 
     @property
     def progress_interval_s(self) -> float:
         """How often each of those that wait is told how far it has come."""
-        return min(max(PROGRESS_INTERVAL_S, self._held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
+        return min(max(PROGRESS_INTERVAL_S, self._room.held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
+
+    def check_room(self, model: ModelName, share: FairShare) -> None:
+        """Raises what ``enter`` would for want of a place, if it were asked now."""
+        line = self._lines.get(model)
+        if line:
+            self._made_by(line, share)
 
     def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
         """Take a place; it may have its instance at once.
@@ -185,7 +195,7 @@ class PendingQueue:
         place.waited = True
         line.conditional |= ticket.cold_start is not ColdStart.ALLOW
         line.add(place)
-        self._held += 1
+        self._room.held += 1
         self.on_change()
         self.pump(ticket.model)
         return place
@@ -223,7 +233,7 @@ class PendingQueue:
             self._no_longer_handed(line, place)
         if ready:
             self.on_change()
-        before = self._held
+        before = self._room.held
         self._let_go_cold(model, line)
         while line:
             place = line.first()
@@ -231,9 +241,9 @@ class PendingQueue:
             if route is None:
                 break
             line.serve(place)
-            self._held -= 1
+            self._room.held -= 1
             self._assign(place, route)
-        if self._held != before:
+        if self._room.held != before:
             self.on_change()
 
     def refuse(self, model: ModelName, digest: Digest, error: PilotlightError) -> None:
@@ -250,7 +260,7 @@ class PendingQueue:
         for place in refused:
             place.settle(None, error)
         if refused:
-            self._held -= len(refused)
+            self._room.held -= len(refused)
             self.on_change()
 
     def pump_later(self, model: ModelName, after_s: float) -> None:
@@ -319,7 +329,7 @@ class PendingQueue:
             for place in line.handed:
                 place.error = error
             line.handed.clear()
-        self._held = 0
+        self._room.held = 0
         self.on_change()
 
     def _admit(self, line: Line[Place], place: Place) -> None:
@@ -328,28 +338,17 @@ class PendingQueue:
         Raises:
             TooManyHeld: there is none.
         """
-        if self._held < self._bounds.total_requests and len(line) < self._bounds.model_requests:
-            return
-        now_s = self._clock.monotonic_s()
-        oldest_s = min((each.ticket.since_s for each in line), default=now_s)
-        facts = QueueFacts(
-            total_requests=self._held,
-            model_requests=len(line),
-            oldest_age_s=now_s - oldest_s,
-        )
-        answer = admit_held(facts, self._bounds, None)
-        full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
-        lines = [line] if len(line) >= self._bounds.model_requests else [*self._lines.values()]
-        held = all_holdings(lines)
-        mine = held.get(place.tenant, Holding(place.tenant, 0))
-        way = makes_way(held.values(), replace(mine, weight=place.weight))
-        if way is None:
-            raise full
-        longest = max(lines, key=lambda each: each.places_of(way))
-        last = longest.last_of(way)
-        longest.remove(last)
-        self._held -= 1
-        last.settle(None, full)
+        made = self._made_by(line, place.ticket.share)
+        if made is not None:
+            longest, last, full = made
+            longest.remove(last)
+            self._room.held -= 1
+            last.settle(None, full)
+
+    def _made_by(
+        self, line: Line[Place], share: FairShare
+    ) -> tuple[Line[Place], Place, TooManyHeld] | None:
+        return self._room.made_by(line, self._lines.values(), share, self._clock.monotonic_s())
 
     def _pick(self, ticket: Ticket) -> Route | None:
         route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
@@ -366,7 +365,7 @@ class PendingQueue:
             return
         line.conditional = False
         cold = line.drop(lambda place: place.ticket.cold_start is not ColdStart.ALLOW)
-        self._held -= len(cold)
+        self._room.held -= len(cold)
         for place in cold:
             place.settle(None, _cold(model))
 
@@ -391,7 +390,7 @@ class PendingQueue:
         line = self._lines.get(place.ticket.model)
         if line is None or not line.remove(place):
             return False
-        self._held -= 1
+        self._room.held -= 1
         return True
 
 

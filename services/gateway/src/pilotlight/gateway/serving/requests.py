@@ -11,11 +11,8 @@
 cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
-from dataclasses import dataclass
-
 import structlog
 
-from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     CallerError,
     DeadlineExceeded,
@@ -23,20 +20,18 @@ from pilotlight.common.errors import (
     NoRoom,
     NotLoaded,
     PilotlightError,
+    TooManyHeld,
     WorkerLost,
     error_of,
 )
 from pilotlight.common.messages.tokens import Submit
-from pilotlight.common.phases import PhaseRecorder
 from pilotlight.common.telemetry import span
-from pilotlight.gateway.serving.arrivals import ArrivalPublisher
-from pilotlight.gateway.serving.explain import Explainer
 from pilotlight.gateway.serving.first_token import FirstTokens, Submitted
-from pilotlight.gateway.serving.fleet import Fleet
-from pilotlight.gateway.serving.queue import PROGRESS_INTERVAL_S, PendingQueue, Place
-from pilotlight.gateway.serving.relay import Attempt, Relay
+from pilotlight.gateway.serving.queue import PROGRESS_INTERVAL_S, Place
+from pilotlight.gateway.serving.relay import Attempt
+from pilotlight.gateway.serving.request_parts import RequestParts
 from pilotlight.gateway.serving.request_time import RequestTime
-from pilotlight.gateway.serving.route import Route, Router
+from pilotlight.gateway.serving.route import Route
 from pilotlight.gateway.serving.submitting import sampling_on, submitted
 from pilotlight.gateway.serving.token_log import PromptRead
 from pilotlight.gateway.serving.token_request import (
@@ -47,7 +42,8 @@ from pilotlight.gateway.serving.token_request import (
     Tokens,
     Update,
 )
-from pilotlight.policy.ids import GatewayId, InstanceId
+from pilotlight.policy.fairness import FairShare
+from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
 
@@ -60,23 +56,6 @@ AVOID_REFUSED_S = 0.1
 AVOID_LOST_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestParts:
-    """What a request needs on its way."""
-
-    gateway_id: GatewayId
-    clock: Clock
-    fleet: Fleet
-    router: Router
-    queue: PendingQueue
-    arrivals: ArrivalPublisher
-    relay: Relay
-    phases: PhaseRecorder
-    explainer: Explainer
-    hold_timeout_s: float
-    hold_slo_factor: float
-
-
 class Requests:
     """Runs requests."""
 
@@ -85,6 +64,20 @@ class Requests:
         self._first_tokens = FirstTokens(parts.phases, parts.clock)
         self.live = 0
         """Requests that are held or run."""
+
+    def check_room(self, model: ModelName, share: FairShare) -> None:
+        """Before work is done for a request: whether one that came now would be turned away.
+
+        It has arrived all the same: instances start for what comes, not for what is let in.
+
+        Raises:
+            TooManyHeld: it would.
+        """
+        try:
+            self._parts.queue.check_room(model, share)
+        except TooManyHeld:
+            self._parts.arrivals.arrived(model)
+            raise
 
     async def run(self, request: TokenRequest, listener: Listener) -> None:
         """Tell what happens to a request, until it has ended.

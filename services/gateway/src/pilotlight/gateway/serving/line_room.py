@@ -1,0 +1,57 @@
+"""Whether one more request may wait, and whose place it takes where no more may."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from pilotlight.common.errors import TooManyHeld
+from pilotlight.gateway.serving.lines import Line, Waits, all_holdings
+from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.fairness import FairShare, Holding, makes_way
+
+W = TypeVar("W", bound=Waits)
+
+
+class LineRoom(Generic[W]):
+    """The bounds of all lines of a gateway, and how many wait in them."""
+
+    def __init__(self, bounds: QueueBounds) -> None:
+        self._bounds = bounds
+        self.held = 0
+        """Requests that wait, in all lines."""
+
+    def made_by(
+        self, line: Line[W], lines: Iterable[Line[W]], share: FairShare, now_s: float
+    ) -> tuple[Line[W], W, TooManyHeld] | None:
+        """Who has to go for one more, in which line, and what it is told; None: there is room.
+
+        Nothing is gone through that grows with what waits, other than tenants: what is turned away
+        costs little, or it would take the time of what is let in.
+
+        Args:
+            line: the newcomer's.
+            lines: all of them.
+            share: the newcomer's.
+            now_s: the monotonic time.
+
+        Raises:
+            TooManyHeld: the newcomer.
+        """
+        bounds, waiting = self._bounds, len(line)
+        if self.held < bounds.total_requests and waiting < bounds.model_requests:
+            return None
+        facts = QueueFacts(
+            total_requests=self.held,
+            model_requests=waiting,
+            oldest_age_s=now_s - line.waits_since_s(now_s),
+        )
+        answer = admit_held(facts, bounds, None)
+        full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
+        those = [line] if waiting >= bounds.model_requests else [*lines]
+        held = all_holdings(those)
+        mine = held.get(share.tenant, Holding(share.tenant, 0))
+        way = makes_way(held.values(), replace(mine, weight=share.weight))
+        if way is None:
+            raise full
+        longest = max(those, key=lambda each: each.places_of(way))
+        return longest, longest.last_of(way), full
