@@ -312,7 +312,7 @@ def test_a_child_tells_what_becomes_of_graphs_when_it_changes(
     rig = RestoredRig()
     monkeypatch.setattr(
         "pilotlight.engine.cuda.restored.RestoredGraphs",
-        lambda layout, read, later, uses: rig.begin(),
+        lambda layout, read, later, launch_lists, uses: rig.begin(),
     )
     plans = GraphPlans()
     artifact = replace(with_graphs(model), graphs=rig.layout)
