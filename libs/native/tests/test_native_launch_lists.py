@@ -93,9 +93,7 @@ def graph_of_all_kinds(rig: Rig) -> int:
     last = driver.set(graph, place(2), 0xABCD, 2, 5, [copied], height=3, pitch=64)
     for element in (1, 2, 4):
         last = driver.set(graph, place(5 + element), 0x61626364, element, 3, [last])
-        last = driver.set(
-            graph, place(20 + element), 0x65, element, 2, [last], height=2, pitch=512
-        )
+        last = driver.set(graph, place(20 + element), 0x65, element, 2, [last], height=2, pitch=512)
     driver.kernel(graph, function, params(1, 4), before=[last])
     return graph
 
@@ -172,9 +170,7 @@ def test_what_no_launch_takes_is_refused_by_name_before_anything_runs(
     if what == "element":
         driver.set(graph, place(1), 1, 4, 1, [first])
     else:
-        driver.attribute(
-            driver.kernel(graph, function, params(1), before=[first]), PRIORITY, b"\5"
-        )
+        driver.attribute(driver.kernel(graph, function, params(1), before=[first]), PRIORITY, b"\5")
     data = bytearray(dump_graphs({8: graph}, rig.arena).archive)
     # Nothing that is recorded has such a thing: it is written into the archive.
     if what == "element":
