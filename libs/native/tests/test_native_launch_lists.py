@@ -1,5 +1,5 @@
-"""A graph's nodes launched one by one in the place of the graph, over a fake driver that writes down
-what each node is given: as a graph and as a list the same runs, in an order that every edge allows.
+"""A graph's nodes launched one by one in its place, over a fake driver that writes down what each
+node is given: as a graph and as a list the same runs, in an order that every edge allows.
 """
 
 import ctypes
