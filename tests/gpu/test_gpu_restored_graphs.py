@@ -74,6 +74,17 @@ def test_every_restored_graph_gives_the_bits_of_the_captured_one(
         assert differing(told["found"], before[kind]["captured"]) == [], kind
 
 
+def test_every_launch_list_gives_the_bits_of_the_captured_graph(recorded: Any) -> None:
+    """No graph is made before all steps have run: of every size, with fresh inputs and a poisoned
+    pool, each after its trial.
+    """
+    folder, before = recorded
+    for kind, told in child("restore", str(folder), "listed").items():
+        assert (told["refused"], told["message"], told["failed"]) == ("", "", ""), kind
+        assert (told["listed"], told["proved"]) == (GRAPHS, 0), kind
+        assert differing(told["found"], before[kind]["captured"]) == [], kind
+
+
 def test_a_range_that_becomes_the_whole_model_has_the_whole_models_graphs(recorded: Any) -> None:
     """It has run steps of its own layers before, eagerly and captured."""
     folder, before = recorded

@@ -17,10 +17,7 @@
 #include "elf64.h"
 #include "graph_api.h"
 #include "images.h"
-
-namespace pilotlight {
-class Archive;
-}
+#include "launch_list.h"
 
 using namespace pilotlight;
 
@@ -30,6 +27,7 @@ std::uint64_t pilotlight_archive_tag(Archive *, std::uint32_t);
 int pilotlight_archive_build(Archive *, std::uint32_t, CUstream);
 int pilotlight_archive_check_addresses(Archive *, std::uint32_t, std::uint32_t, const std::uint64_t *, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t *);
 int pilotlight_archive_launch(Archive *, std::uint32_t, CUstream);
+int pilotlight_archive_launch_list(Archive *, std::uint32_t, CUstream);
 void pilotlight_archive_close(Archive *);
 }
 
@@ -75,17 +73,21 @@ int find_function(CUfunction *function, CUmodule, const char *name) {
     return 0;
 }
 
-int add_kernel(CUgraphNode *node, CUgraph, const CUgraphNode *before, std::size_t count, const CUkernelNodeParams *given) {
-    driver_calls++;
-    look(before, count * sizeof *before);
-    std::uintptr_t number = reinterpret_cast<std::uintptr_t>(given->func) - 1;
-    if (given->extra) {
-        look(given->extra[1], *static_cast<std::size_t *>(given->extra[3]));
+void look_at_params(CUfunction function, void **places, void **extra) {
+    std::uintptr_t number = reinterpret_cast<std::uintptr_t>(function) - 1;
+    if (extra) {
+        look(extra[1], *static_cast<std::size_t *>(extra[3]));
     } else if (number < num_kernels) {
         std::vector<std::uint32_t> layout(2 * kernels[number].num_params);
         if (!layout.empty()) std::memcpy(layout.data(), bytes + kernels[number].params, layout.size() * 4);
-        for (std::size_t param = 0; param < layout.size(); param += 2) look(given->kernelParams[param / 2], layout[param + 1]);
+        for (std::size_t param = 0; param < layout.size(); param += 2) look(places[param / 2], layout[param + 1]);
     }
+}
+
+int add_kernel(CUgraphNode *node, CUgraph, const CUgraphNode *before, std::size_t count, const CUkernelNodeParams *given) {
+    driver_calls++;
+    look(before, count * sizeof *before);
+    look_at_params(given->func, given->kernelParams, given->extra);
     *node = handle<CUgraphNode>(1);
     return 0;
 }
@@ -103,6 +105,24 @@ int get_param(CUfunction function, std::size_t param, std::size_t *offset, std::
     std::memcpy(pair, bytes + kernels[number].params + param * sizeof pair, sizeof pair);
     *offset = pair[0], *size = pair[1];
     return 0;
+}
+
+void install_launches() {
+    LaunchDriver &api = launch_driver();
+    api.kernel = [](const LaunchConfig *config, CUfunction function, void **places, void **extra) {
+        driver_calls++;
+        look(config->attributes, config->numAttributes * sizeof *config->attributes);
+        look_at_params(function, places, extra);
+        return 0;
+    };
+    api.copy = [](const CUmemcpy3D *copy, CUstream) { driver_calls++; look(copy, sizeof *copy); return 0; };
+    api.set8 = [](CUdeviceptr, unsigned char, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.set16 = [](CUdeviceptr, unsigned short, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.set32 = [](CUdeviceptr, unsigned, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.rows8 = [](CUdeviceptr, std::size_t, unsigned char, std::size_t, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.rows16 = [](CUdeviceptr, std::size_t, unsigned short, std::size_t, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.rows32 = [](CUdeviceptr, std::size_t, unsigned, std::size_t, std::size_t, CUstream) { driver_calls++; return 0; };
+    api.found = true;
 }
 
 void install_fake() {
@@ -145,6 +165,7 @@ void install_fake() {
         return 0;
     };
     api.found = true;
+    install_launches();
 }
 
 class Mutator {
@@ -252,6 +273,7 @@ int main(int count, char **arguments) {
         for (std::uint32_t graph = 0; graph < num_graphs; graph++) {
             pilotlight_archive_tag(archive, graph);
             if (!pilotlight_archive_build(archive, graph, nullptr)) pilotlight_archive_launch(archive, graph, nullptr);
+            pilotlight_archive_launch_list(archive, graph, nullptr);
         }
         pilotlight_archive_close(archive);
         taken++;

@@ -16,7 +16,17 @@ from graph_archives import ImageMaker, archive, archive_of_all_kinds
 from pilotlight.native.building import SOURCES, compiler
 
 HARNESS = Path(__file__).with_suffix(".cpp")
-PARTS = ("archive", "driver", "dump", "images", "kernels", "prune", "rebuild")
+PARTS = (
+    "archive",
+    "driver",
+    "dump",
+    "graph_driver",
+    "images",
+    "kernels",
+    "launch_list",
+    "prune",
+    "rebuild",
+)
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 COMPILE_S, RUN_S = 300, 3600
 

@@ -1,4 +1,4 @@
-"""Compiles the fake libcuda that lies beside this file, in two parts, and talks to it: for tests
+"""Compiles the fake libcuda that lies beside this file, in three parts, and talks to it: for tests
 on machines without a GPU.
 """
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 from pilotlight.native.building import compiler
 
-SOURCES = (Path(__file__).with_suffix(".cpp"), Path(__file__).with_name("fake_cuda_graphs.cpp"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"fake_cuda{part}.cpp") for part in ("", "_graphs", "_launches")
+)
 MIB = 1 << 20
 
 

@@ -1,100 +1,25 @@
 // The fake libcuda's modules, kernels and graphs. A kernel's form is read from its image, as the driver reads it, and so are the rules by which
 // a node is refused. A launch writes to the address in a kernel's first parameter what its code, its shape and its other parameters make: so
 // another image, other parameters or another order give other bytes. An address without memory ends the context, as on a device.
+#include "fake_cuda_graphs.h"
+
 #include <algorithm>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <set>
-#include <string>
 #include <tuple>
-#include <vector>
-
-extern "C" {
-int fake_entered(const char *name);
-int fake_backed(std::uint64_t address, std::size_t bytes);
-void fake_fault();
-void *fake_context();
-}
 
 namespace {
 
 constexpr int INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_HANDLE = 400, NOT_FOUND = 500;
 constexpr int MAX_SHARED_BYTES = 232448, DEFAULT_SHARED_BYTES = 49152;
-constexpr int KERNEL = 0, MEMCPY = 1, MEMSET = 2, EMPTY = 5;
 constexpr int CLUSTER_DIMENSION = 4, PORTABLE_CLUSTER = 8, NON_PORTABLE_CLUSTER = 14, MAX_DYNAMIC_SHARED = 8;
-
-struct Module;
-
-struct Function {
-    Module *module;
-    std::string name, code;
-    std::vector<std::pair<std::size_t, std::size_t>> params;  // offsets and bytes
-    std::size_t param_bytes = 0;
-    int registers = 0, threads = 1024;
-    bool threads_required = false, is_loaded = false, is_silent = false;
-    std::map<int, int> attributes;
-};
-
-struct Module {
-    std::map<std::string, std::unique_ptr<Function>> functions;
-    bool is_pruned = false;
-};
 
 // Whether images that were pruned are refused: only where modules are loaded whole, which other processes than the recording one do.
 bool refuses_pruned() {
     const char *way = std::getenv("CUDA_MODULE_LOADING");
     return way && std::string(way) == "EAGER" && std::getenv("FAKE_CUDA_REFUSES_PRUNED");
 }
-
-struct KernelParams {
-    Function *func;
-    unsigned grid[3], block[3], shared;
-    void **params;
-    void **extra;
-    void *kernel;
-    void *context;
-};
-
-struct AnyParams {
-    int type, reserved[3];
-    KernelParams kernel;
-};
-
-struct Attribute {
-    unsigned char bytes[64];
-};
-
-struct EdgeData {
-    unsigned char bytes[8];
-};
-
-struct Node {
-    int type = EMPTY;
-    KernelParams kernel{};
-    std::string bytes;  // parameters, whole
-    bool packed = false;
-    std::vector<void *> places;
-    void *extra[5];
-    std::size_t extra_bytes = 0;
-    std::map<int, Attribute> attributes;
-};
-
-struct Edge {
-    Node *from, *to;
-    EdgeData data;
-};
-
-struct Graph {
-    std::vector<std::unique_ptr<Node>> nodes;
-    std::vector<Edge> edges;
-};
-
-struct Exec {
-    std::vector<Node> nodes;
-};
 
 std::map<Module *, std::unique_ptr<Module>> modules;
 std::set<Function *> functions;
@@ -193,6 +118,8 @@ int add(Graph *graph, Node *const *before, const EdgeData *data, std::size_t cou
     return 0;
 }
 
+}  // namespace
+
 int kernel_node(const KernelParams &given, Node *node) {
     Function *function = given.func;
     if (!functions.count(function)) return INVALID_HANDLE;
@@ -228,24 +155,19 @@ int kernel_node(const KernelParams &given, Node *node) {
     return 0;
 }
 
-void run(const Node &node) {
-    if (node.type != KERNEL) return;
-    std::uint64_t hash = 1469598103934665603ULL, place = at<std::uint64_t>(node.bytes, 0);
-    auto mix = [&hash](const void *data, std::size_t bytes) {
-        for (std::size_t one = 0; one < bytes; one++) hash = (hash ^ static_cast<const unsigned char *>(data)[one]) * 1099511628211ULL;
-    };
-    if (!fake_backed(place, 8)) return fake_fault();
-    mix(reinterpret_cast<void *>(place), 8);
-    mix(node.kernel.func->code.data(), node.kernel.func->code.size());
-    mix(node.kernel.grid, sizeof node.kernel.grid);
-    mix(node.bytes.data(), node.bytes.size());
-    std::memcpy(reinterpret_cast<void *>(place), &hash, 8);
+int set_attribute(Node *node, int id, const Attribute &value) {
+    if (id == CLUSTER_DIMENSION) {
+        std::uint32_t sizes[3], product = 1;
+        std::memcpy(sizes, &value, sizeof sizes);
+        for (int axis = 0; axis < 3; axis++) {
+            if (!sizes[axis] || node->kernel.grid[axis] % sizes[axis]) return INVALID_VALUE;
+            product *= sizes[axis];
+        }
+        if (product > PORTABLE_CLUSTER && !node->kernel.func->attributes[NON_PORTABLE_CLUSTER]) return INVALID_VALUE;
+    }
+    node->attributes[id] = value;
+    return 0;
 }
-
-}  // namespace
-
-#define ENTER(name) \
-    if (int code = fake_entered(name)) return code
 
 extern "C" {
 
@@ -348,20 +270,14 @@ int cuGraphKernelNodeGetParams_v2(Node *node, KernelParams *params) {
     }
     return 0;
 }
-int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) { return *value = node->attributes[id], 0; }
+int cuGraphKernelNodeGetAttribute(Node *node, int id, Attribute *value) {
+    auto set = node->attributes.find(id);
+    *value = set == node->attributes.end() ? Attribute{} : set->second;
+    return 0;
+}
 int cuGraphKernelNodeSetAttribute(Node *node, int id, const Attribute *value) {
     ENTER("cuGraphKernelNodeSetAttribute");
-    if (id == CLUSTER_DIMENSION) {
-        std::uint32_t sizes[3], product = 1;
-        std::memcpy(sizes, value, sizeof sizes);
-        for (int axis = 0; axis < 3; axis++) {
-            if (!sizes[axis] || node->kernel.grid[axis] % sizes[axis]) return INVALID_VALUE;
-            product *= sizes[axis];
-        }
-        if (product > PORTABLE_CLUSTER && !node->kernel.func->attributes[NON_PORTABLE_CLUSTER]) return INVALID_VALUE;
-    }
-    node->attributes[id] = *value;
-    return 0;
+    return set_attribute(node, id, *value);
 }
 int cuGraphAddKernelNode_v2(Node **made, Graph *graph, Node *const *before, std::size_t count, const KernelParams *given) {
     ENTER("cuGraphAddKernelNode");
@@ -379,13 +295,16 @@ int cuGraphAddNode_v2(Node **made, Graph *graph, Node *const *before, const Edge
 int cuGraphAddEmptyNode(Node **made, Graph *graph, Node *const *before, std::size_t count) {
     return add(graph, before, nullptr, count, std::make_unique<Node>(), made);
 }
-// No graph of a test copies or sets memory.
-int cuGraphAddMemcpyNode(Node **, Graph *, Node *const *, std::size_t, const void *, void *) { return INVALID_VALUE; }
-int cuGraphAddMemsetNode(Node **, Graph *, Node *const *, std::size_t, const void *, void *) { return INVALID_VALUE; }
-int cuGraphMemcpyNodeGetParams(Node *, void *) { return INVALID_VALUE; }
-int cuGraphMemsetNodeGetParams(Node *, void *) { return INVALID_VALUE; }
+int fake_add_plain(Node **made, Graph *graph, Node *const *before, std::size_t count, int type, const char *params, std::size_t bytes) {
+    auto node = std::make_unique<Node>();
+    node->type = type;
+    node->bytes.assign(params, bytes);
+    return add(graph, before, nullptr, count, std::move(node), made);
+}
+void fake_depend(Graph *graph, Node *from, Node *to) { graph->edges.push_back({from, to, EdgeData{}}); }
 int cuGraphInstantiateWithFlags(Exec **exec, Graph *graph, std::uint64_t) {
     ENTER("cuGraphInstantiate");
+    instantiating();
     *exec = new Exec;
     for (auto &node : graph->nodes) (*exec)->nodes.push_back(*node);
     return 0;

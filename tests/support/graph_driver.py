@@ -78,9 +78,66 @@ class Driver:
             self.done("cuGraphAddKernelNode_v2", ctypes.byref(made), c_void_p(graph), *arguments)
         return made.value or 0
 
+    def empty(self, graph: int, before: Sequence[int] = ()) -> int:
+        """Adds a node that only waits."""
+        return self._plain("cuGraphAddEmptyNode", graph, before)
+
+    def depend(self, graph: int, source: int, follower: int) -> None:
+        """Adds an edge between nodes that are there."""
+        self.fake.fake_depend(c_void_p(graph), c_void_p(source), c_void_p(follower))
+
+    def copy(self, graph: int, to: int, source: int, num_bytes: int, before: Sequence[int]) -> int:
+        """Adds a copy of one row, from device to device."""
+        given = bytearray(200)
+        for place, value in ((48, source), (136, to), (176, num_bytes), (184, 1), (192, 1)):
+            struct.pack_into("<Q", given, place, value)
+        for place in (32, 120):
+            struct.pack_into("<I", given, place, 2)
+        return self._plain("cuGraphAddMemcpyNode", graph, before, c_char_p(bytes(given)), None)
+
+    def set(
+        self,
+        graph: int,
+        to: int,
+        value: int,
+        element: int,
+        width: int,
+        before: Sequence[int],
+        *,
+        height: int = 1,
+        pitch: int = 0,
+    ) -> int:
+        """Adds memory that is set."""
+        given = struct.pack("<2Q2I2Q", to, pitch, value, element, width, height)
+        return self._plain("cuGraphAddMemsetNode", graph, before, c_char_p(given), None)
+
+    def _plain(self, name: str, graph: int, before: Sequence[int], *arguments: object) -> int:
+        made, nodes = c_void_p(), (c_void_p * max(1, len(before)))(*before)
+        given = c_void_p(graph), nodes, ctypes.c_size_t(len(before)), *arguments
+        self.done(name, ctypes.byref(made), *given)
+        return made.value or 0
+
+    def attribute(self, node: int, number: int, value: bytes) -> None:
+        """Sets an attribute of a kernel's node."""
+        whole = c_char_p(value.ljust(64, b"\0"))
+        self.done("cuGraphKernelNodeSetAttribute", c_void_p(node), number, whole)
+
+    @property
+    def ran(self) -> bytes:
+        """What ran since this was last asked, node after node: everything that each was given."""
+        num_bytes = c_uint64()
+        told = self.fake.fake_ran
+        told.restype = c_void_p
+        return ctypes.string_at(told(ctypes.byref(num_bytes)), num_bytes.value)
+
+    @property
+    def last_stream(self) -> int:
+        """That the last launch without a graph was for."""
+        self.fake.fake_last_stream.restype = c_void_p
+        return self.fake.fake_last_stream() or 0
+
     def cluster(self, node: int, size: int) -> None:
-        value = struct.pack("<3I", size, 1, 1).ljust(64, b"\0")
-        self.done("cuGraphKernelNodeSetAttribute", c_void_p(node), CLUSTER, c_char_p(value))
+        self.attribute(node, CLUSTER, struct.pack("<3I", size, 1, 1))
 
     def replay(self, graph: int) -> None:
         made = c_void_p()

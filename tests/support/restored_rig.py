@@ -101,6 +101,10 @@ class StandInDevice:
         self.nowhere: dict[int, str] = {}
         """Graphs with an address where nothing is."""
         self.checked: list[int] = []
+        self.unlisted: set[int] = set()
+        """Those that no launch takes."""
+        self.listed: list[int] = []
+        """Launched kernel by kernel."""
         self.spent_ms: dict[str, float] = {"images": 0.0, "nodes": 0.0}
 
     def load(self, size: int) -> None:
@@ -129,6 +133,17 @@ class StandInDevice:
     def launch(self, rows: int) -> None:
         assert rows in self.built
         self.launched.append(rows)
+        self.steps.compute(rows)
+
+    def check_list(self, rows: int) -> None:
+        assert rows in self.loaded
+        if rows in self.unlisted:
+            raise NativeError(-1, "a memset of elements of 3 bytes")
+
+    def launch_list(self, rows: int) -> None:
+        self.listed.append(rows)
+        if rows in self.fails:
+            raise self.fails[rows]
         self.steps.compute(rows)
 
     def close(self) -> None:
@@ -166,6 +181,7 @@ class RestoredRig:
         wait_s: float = DEADLINE_S,
         rest_s: float = 0.0,
         later: bool = False,
+        launch_lists: bool = False,
     ) -> None:
         self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
         lengths = tuple(map(prompt_size, prompts))
@@ -174,6 +190,7 @@ class RestoredRig:
         self.open: Callable[[], Any] = lambda: self.device
         self.slot = 3
         self.wait_s, self.rest_s, self.later = wait_s, rest_s, later
+        self.launch_lists = launch_lists
         self.layout = GraphLayout(
             slot=3,
             places=places_in(places_of(self.steps)),
@@ -205,6 +222,7 @@ class RestoredRig:
             wait_s=self.wait_s,
             rest_s=self.rest_s,
             later=self.later,
+            launch_lists=self.launch_lists,
             uses=self.uses,
         )
         memory = SimpleNamespace(

@@ -3,14 +3,15 @@ restored by another.
 
 ``python restored_steps.py record FOLDER``, ``restore FOLDER WAY`` or ``walk FOLDER KIND`` prints
 one line of JSON. ``walk`` is for diagnosis: it runs every graph node by node and waits for each,
-then as a graph, and says which one gives what.
+then as a launch list and as a graph, and says which one gives what.
 """
 
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,8 @@ from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import GraphsRefused, named
-from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, StageSteps
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
@@ -52,7 +54,7 @@ TABLE_BLOCKS, TURNS = 4, (1, 2)
 NUM_BLOCKS = TABLE_BLOCKS * SIZES[-1]
 KINDS = ("llama", "qwen2", "qwen3")
 """Plain, with windows and biases, with norms of heads."""
-POISON = 0xFF
+POISON, LOADED_S = 0xFF, 60.0
 GROWN_ROWS = (1, 8, 256)
 """Of the steps that a range runs before it is the whole model."""
 
@@ -191,7 +193,8 @@ def restore(folder: Path, way: str) -> dict[str, Any]:
     the last: its stage holds the slot.
     """
     arena, told = CudaArena(0), {}
-    for kind in KINDS if way == "plain" else KINDS[:1]:
+    for kind in KINDS if way in ("plain", "listed") else KINDS[:1]:
+        HeldBack.may.clear()
         told[kind] = restore_one(arena, folder, kind, way)
         if told[kind]["failed"]:
             break
@@ -212,7 +215,11 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
     )
     told: dict[str, str] = {}
     stream = torch.cuda.current_stream().cuda_stream
-    ways = {"walk": archive.walk, "graph": partial(_build_and_launch, archive)}
+    ways = {
+        "walk": archive.walk,
+        "list": partial(_load_and_list, archive),
+        "graph": partial(_build_and_launch, archive),
+    }
     steps = stage.compute.runner
     assert isinstance(steps, CudaRangeRunner)
     for size, recorded in layout.digests.items():
@@ -236,6 +243,39 @@ def _build_and_launch(archive: GraphArchive, rows: int, stream: int) -> None:
     archive.launch(rows, stream)
 
 
+def _load_and_list(archive: GraphArchive, rows: int, stream: int) -> None:
+    archive.load(rows)
+    archive.launch_list(rows, stream)
+
+
+class HeldBack(ArchiveOnDevice):
+    """Makes no graph before it may."""
+
+    may = threading.Event()
+
+    def build(self, size: int) -> None:
+        self.may.wait()
+        super().build(size)
+
+
+class Listed(RestoredGraphs):
+    """Has the kernels of every size before the stage has its steps."""
+
+    def __init__(self, layout: GraphLayout, read: Callable[[], bytes]) -> None:
+        self._all_loaded = threading.Event()
+        super().__init__(layout, read, open_archive=HeldBack, launch_lists=True)
+
+    def _prepared(self) -> GraphDevice:
+        device = super()._prepared()
+        self._all_loaded.set()
+        return device
+
+    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``."""
+        assert self._all_loaded.wait(LOADED_S)
+        super().begin(steps, graphs)
+
+
 def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str, Any]:
     layout = decode_json((folder / f"{kind}.json").read_bytes(), GraphLayout)
     archive = bytearray((folder / f"{kind}.graphs").read_bytes())
@@ -250,13 +290,17 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
             raise GraphsRefused("digest", "as the reader says")
         return bytes(archive)
 
-    plan = RestoredGraphs(layout, read, later=way == "grown")
+    plan = (
+        Listed(layout, read)
+        if way == "listed"
+        else RestoredGraphs(layout, read, later=way == "grown")
+    )
     began_s = time.perf_counter()
     slot = OTHER_SLOT if way == "slot" else SLOT
     stage = Stage(arena, kind, slot, plan, grown=way == "grown")
     built_s = time.perf_counter() - began_s
     # Of graphs that are refused the pool has no such memory.
-    whole = way in ("plain", "grown") and not plan.news.refused
+    whole = way in ("plain", "grown", "listed") and not plan.news.refused
     poison_bytes = layout.pool_bytes if whole else 0
     found: dict[str, str] = {}
     failed, first_s = "", 0.0
@@ -264,6 +308,7 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
         for name, digest in stage.digests(poison_bytes):
             first_s = first_s or time.perf_counter() - began_s
             found[name] = digest
+        HeldBack.may.set()
     except RestoreFailed as error:
         failed = error.message
     news = plan.news
@@ -272,6 +317,7 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
         "failed": failed,
         "ready": news.ready,
         "proved": news.proved,
+        "listed": len(plan.lists.proved),
         "refused": news.refused,
         "message": news.message,
         "stage_s": round(built_s, 3),

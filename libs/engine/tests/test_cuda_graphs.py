@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def test_a_kind_is_captured_when_it_comes_again(
     monkeypatch.setattr(
         CaptureOnSecondUse,
         "_capture",
-        lambda self, step, output: SimpleNamespace(graph=graph, output=output),
+        lambda self, step, output: GraphStep(cast("Any", graph), output),
     )
     assert [run(graphs, kind) for kind in (ONE, ONE, ONE, TWO)] == [
         "eager",
@@ -147,10 +147,10 @@ def test_what_there_is_no_memory_to_capture_runs_eagerly_from_then_on(
 def test_a_capture_succeeds_in_the_memory_that_eager_steps_left_over(
     graphs: GraphSet, eager: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def capture(self: CaptureOnSecondUse, step: object, output: Tensor) -> SimpleNamespace:
+    def capture(self: CaptureOnSecondUse, step: object, output: Tensor) -> GraphStep:
         if not eager.trimmed:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), output=output)
+        return GraphStep(cast("Any", SimpleNamespace(replay=lambda: None)), output)
 
     monkeypatch.setattr(CaptureOnSecondUse, "_capture", capture)
     assert [run(graphs, ONE) for _ in range(3)] == ["eager", "captured", "replayed"]

@@ -224,7 +224,7 @@ def test_an_archive_that_holds_together_is_taken():
         ({"image_bytes": 1 << 62}, "image lies outside"),
         ({"image_bytes": 60}, "does not hold together"),
         ({"data": b"MZ" * 100}, "does not hold together"),
-        ({"type": 3}, "do not fit"),
+        ({"type": 3}, "a node of type host"),
     ],
 )
 def test_an_archive_that_does_not_is_refused(changes, message):

@@ -23,7 +23,7 @@ from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArt
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
-from pilotlight.common.messages.graphs import StageGraphs
+from pilotlight.common.messages.graphs import Precomputed, StageGraphs
 from pilotlight.common.store import artifact_key
 from pilotlight.common.testing import until
 from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews
@@ -289,6 +289,43 @@ def test_a_child_plans_graphs_only_where_there_are_some(model: Model) -> None:
     assert isinstance(plans.plan_of(a_load(model, artifact=good, graphs="/x")), RestoredGraphs)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_steps_are_launched_without_their_graphs_where_that_is_wanted(
+    model: Model, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "pilotlight.engine.cuda.restored.RestoredGraphs",
+        lambda layout, read, **others: asked.append(others["launch_lists"]),
+    )
+    load = a_load(
+        model,
+        artifact=encode_json(with_graphs(model)),
+        graphs="/x",
+        precomputed=Precomputed(launch_lists=wanted),
+    )
+    GraphPlans().plan_of(load)
+    assert asked == [wanted]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_a_start_says_whether_steps_wait_for_graphs(rig: Rig, wanted: bool) -> None:
+    artifacts, sent = rig.worker.artifacts, list[LoadStage]()
+    assert artifacts is not None
+    artifacts.launch_lists = wanted
+    load_stage = rig.worker.core.engine.load_stage
+
+    async def seen(load: LoadStage, *others: Any) -> None:
+        sent.append(load)
+        await load_stage(load, *others)
+
+    rig.worker.core.engine.load_stage = seen
+    await rig.command(rig.a_hold())
+    await rig.state(HeldState.READY)
+    assert [load.precomputed.launch_lists for load in sent] == [wanted]
+
+
 def test_no_mutation_of_a_manifest_plans_what_it_does_not_say(model: Model) -> None:
     """Nothing is read and nothing is asked of a device before a stage has its memory."""
     data, rng, planned, refused = encode_json(with_graphs(model)), random.Random(20), 0, 0
@@ -312,7 +349,7 @@ def test_a_child_tells_what_becomes_of_graphs_when_it_changes(
     rig = RestoredRig()
     monkeypatch.setattr(
         "pilotlight.engine.cuda.restored.RestoredGraphs",
-        lambda layout, read, later, uses: rig.begin(),
+        lambda layout, read, **others: rig.begin(),
     )
     plans = GraphPlans()
     artifact = replace(with_graphs(model), graphs=rig.layout)

@@ -123,7 +123,7 @@ def test_a_childs_graphs_have_the_name_of_their_stage(
 ) -> None:
     before, rig, asked = RestoredRig(), RestoredRig(), list[bool]()
 
-    def made(layout: GraphLayout, read: Any, later: bool, uses: Any) -> Any:
+    def made(layout: GraphLayout, read: Any, later: bool, **others: Any) -> Any:
         asked.append(later)
         return (rig if later else before).begin()
 

@@ -267,6 +267,26 @@ class GraphArchive:
         """
         self._library.call("archive_launch", self._pointer, self._number(tag), stream)
 
+    def check_list(self, tag: int) -> None:
+        """Looks whether a graph's nodes can be launched one by one; asks nothing of the device, and
+        waits for no graph that another thread makes.
+
+        Raises:
+            NativeError: not all of its kernels are loaded, or the message says which of its nodes
+                cannot be launched.
+        """
+        self._library.call("archive_check_list", self._pointer, self._number(tag))
+
+    def launch_list(self, tag: int, stream: int = 0) -> None:
+        """Launches a graph's nodes one by one, in an order in which each finds all that it waits
+        for done. The graph need not be built, and may be being built by another thread.
+
+        Raises:
+            NativeError: see ``check_list``: nothing was launched; or the driver refuses a node: the
+                process cannot be trusted with it any more.
+        """
+        self._library.call("archive_launch_list", self._pointer, self._number(tag), stream)
+
     def walk(self, tag: int, stream: int = 0) -> None:
         """Runs a graph's nodes one after the other and waits for each: to find the one that is
         wrong.

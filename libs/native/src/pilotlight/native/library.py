@@ -87,6 +87,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_load": (c_int, (c_void_p, c_uint32)),
+    "archive_check_list": (c_int, (c_void_p, c_uint32)),
+    "archive_launch_list": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_spent": (None, (c_void_p, _U64)),
     "archive_check_addresses": (
         c_int,

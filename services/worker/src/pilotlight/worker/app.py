@@ -153,7 +153,14 @@ class _Builder:
             steps=self._steps,
         )
         key = read_secret(context.settings.secrets_dir, SECRET)
-        artifacts = Artifacts(core, context.store, key, graphs=context.settings.artifact_graphs)
+        settings = context.settings
+        artifacts = Artifacts(
+            core,
+            context.store,
+            key,
+            graphs=settings.artifact_graphs,
+            launch_lists=settings.launch_lists,
+        )
         loader = StageLoader(core, source, context.settings.pool_path, artifacts)
         groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)
         return Worker(

@@ -136,7 +136,13 @@ class Artifacts:
     """What one worker knows of artifacts."""
 
     def __init__(
-        self, core: WorkerCore, store: ObjectStore, cluster_key: str | None, *, graphs: bool = False
+        self,
+        core: WorkerCore,
+        store: ObjectStore,
+        cluster_key: str | None,
+        *,
+        graphs: bool = False,
+        launch_lists: bool = False,
     ) -> None:
         """Knows of none yet.
 
@@ -145,8 +151,10 @@ class Artifacts:
             store: where artifacts lie.
             cluster_key: their signatures'; without it nothing is found, for none can be checked.
             graphs: engines restore those of artifacts, and their compiled kernels.
+            launch_lists: steps do not wait for those graphs.
         """
         self._with_graphs = graphs
+        self.launch_lists = launch_lists
         self._core = core
         self._store = store
         self._cluster_key = cluster_key.encode() if cluster_key is not None else None

@@ -289,7 +289,11 @@ class StageLoader:
             pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,
-            precomputed=Precomputed(kernels=found.kernels, uses=found.uses),
+            precomputed=Precomputed(
+                kernels=found.kernels,
+                uses=found.uses,
+                launch_lists=self._artifacts is not None and self._artifacts.launch_lists,
+            ),
         )
         await self._core.engine.load_stage(load, sent)
         restored = found.manifest and hold.stage == hold.model.spec.whole

@@ -80,6 +80,11 @@ class WorkerSettings(ServiceSettings):
         description="Record captured decode steps and compiled kernels in artifacts for GPUs, and restore them in starts. "
         "Off: not yet run in a whole system.",
     )
+    launch_lists: bool = Field(
+        default=False,
+        description="Where graphs are restored, a step whose kernels are loaded and whose graph is not ready is launched kernel by "
+        "kernel. Off: it waits for its graph; no GPU has run it yet.",
+    )
     builds: bool = Field(
         True,
         description="Build artifacts of models, in an engine process of its own, while there is no demand. Needs the secret `cluster-key`.",

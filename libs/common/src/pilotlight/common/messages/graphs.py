@@ -24,6 +24,8 @@ class Precomputed(Message, frozen=True, kw_only=True):
     them from its start on (``ChildOptions.note_kernels``)."""
     uses: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """How often steps of each size of graph ran when the model was here before."""
+    launch_lists: bool = False
+    """A step whose kernels are loaded does not wait for its graph."""
 
 
 class KernelsRecorded(Message, frozen=True, kw_only=True):

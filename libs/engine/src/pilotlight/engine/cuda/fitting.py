@@ -3,16 +3,19 @@ driver is asked for a graph.
 """
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pilotlight.engine.cuda.graph_device import GraphDevice
 from pilotlight.engine.cuda.graphs import SIZES, Kind, StageSteps
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.faults import out_of_memory
+from pilotlight.native.library import AddressTaken, NativeError
 from pilotlight.policy.materialized import GraphLayout
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -118,6 +121,35 @@ def reserve(
             f"the graph pool has {pool.mapped_bytes} bytes, and the graphs use {layout.pool_bytes}",
         )
     return rest
+
+
+def opened(
+    open_archive: Callable[[StageMemory, bytes], GraphDevice],
+    memory: StageMemory,
+    archive: bytes,
+    wanted: Collection[int],
+) -> GraphDevice:
+    """An archive on the device of a stage's memory.
+
+    Args:
+        open_archive: reads one.
+        memory: the stage's.
+        archive: its bytes.
+        wanted: what it must have. What else it has is a later release's.
+
+    Raises:
+        GraphsRefused: it is for another arena, does not hold together, or lacks some.
+    """
+    try:
+        device = open_archive(memory, archive)
+    except AddressTaken as error:
+        raise GraphsRefused("arena_address", str(error)) from error
+    except NativeError as error:
+        raise GraphsRefused("archive", str(error)) from error
+    if missing := {*wanted} - {*device.tags}:
+        device.close()
+        raise GraphsRefused("sizes", f"the archive has no graphs of the sizes {sorted(missing)}")
+    return device
 
 
 def places_of(steps: StageSteps) -> dict[str, int]:

@@ -60,6 +60,23 @@ class GraphDevice(Protocol):
         """Runs one that is ready, behind what this thread asked of the device before."""
         ...
 
+    def check_list(self, size: int) -> None:
+        """Looks whether one can be launched kernel by kernel; asks nothing of the driver.
+
+        Raises:
+            NativeError: not all of its kernels are loaded, or it has what no launch takes.
+        """
+        ...
+
+    def launch_list(self, size: int) -> None:
+        """Launches one kernel by kernel, behind what this thread asked of the device before. It
+        need not be ready.
+
+        Raises:
+            NativeError: the driver refuses a launch.
+        """
+        ...
+
     def close(self) -> None:
         """Gives all of them back."""
         ...
@@ -111,6 +128,14 @@ class ArchiveOnDevice:
     def launch(self, size: int) -> None:
         """See ``GraphDevice``."""
         self._archive.launch(size, torch.cuda.current_stream(self._device).cuda_stream)
+
+    def check_list(self, size: int) -> None:
+        """See ``GraphDevice``."""
+        self._archive.check_list(size)
+
+    def launch_list(self, size: int) -> None:
+        """See ``GraphDevice``."""
+        self._archive.launch_list(size, torch.cuda.current_stream(self._device).cuda_stream)
 
     def close(self) -> None:
         """See ``GraphDevice``."""

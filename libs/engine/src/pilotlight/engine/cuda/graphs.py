@@ -70,6 +70,8 @@ class GraphStep:
 
     graph: Replayable
     output: Tensor
+    once: bool = False
+    """For this step alone: the next one of its kind asks again."""
 
 
 class GraphSupplier(Protocol):
@@ -200,7 +202,8 @@ class GraphSet:
             known = self._supplier.supply(kind, step, output)
             if known is None:
                 return run_in(self._scratch.eager, step)
-            self._steps[kind] = known
+            if not known.once:
+                self._steps[kind] = known
         known.graph.replay()
         return known.output
 

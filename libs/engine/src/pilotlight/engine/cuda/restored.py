@@ -24,15 +24,22 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
-from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews, check_layout, named, reserve
+from pilotlight.engine.cuda.fitting import (
+    GraphsRefused,
+    RestoreNews,
+    check_layout,
+    opened,
+    reserve,
+)
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
+from pilotlight.engine.cuda.launch_lists import LaunchLists, require_trial
 from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
-from pilotlight.native.library import AddressTaken, NativeError, Nowhere, OutOfMemory
+from pilotlight.native.library import NativeError, Nowhere, OutOfMemory
 from pilotlight.policy.graphs.restoring import (
     Restoring,
     Run,
@@ -74,6 +81,7 @@ class RestoredGraphs:
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
         later: bool = False,
+        launch_lists: bool = False,
         uses: Mapping[int, int] | None = None,
         monotonic_s: Callable[[], float] = _NOW_S,
     ) -> None:
@@ -88,6 +96,7 @@ class RestoredGraphs:
             rest_s: see ``REST_S``.
             later: the stage may become the whole model: until it has memory for that, no kernel is
                 loaded, and no graph is made.
+            launch_lists: a step whose kernels are loaded does not wait for its graph.
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
@@ -107,6 +116,7 @@ class RestoredGraphs:
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
         self._proved: set[int] = set()
+        self.lists = LaunchLists(self._recorded, on=launch_lists)
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
         self._memory: StageMemory | None = None
@@ -195,10 +205,13 @@ class RestoredGraphs:
         run = self._settle(size) if wanted else Run.EAGER
         if run is Run.EAGER:
             return self._fallback.supply(kind, step, output)
-        if run is not Run.REPLAY:
+        if run is Run.WAIT:
             return None
-        self._prove(size)
         assert self._device is not None
+        assert self._steps is not None
+        if run is Run.LAUNCH_LIST:
+            return GraphStep(self.lists.prove(self._device, self._steps, size), output(), once=True)
+        self._prove(size)
         return GraphStep(RestoredGraph(self._device, size), output())
 
     def expect(self, tokens: int) -> bool:
@@ -219,6 +232,7 @@ class RestoredGraphs:
         """
         if self._steps is None or self._memory is None or self._refused is not None:
             return
+        self.lists.stop()
         for size in self._recorded:
             self._memory.graph_pool_bytes(self._layout.pool_bytes).fill_(POISON)
             self._steps.trial(size)
@@ -244,31 +258,33 @@ class RestoredGraphs:
     def _settle(self, size: int) -> Run:
         """How a step of a size runs, after waiting for its graph if that is on its way."""
         with self._changed:
-            run, self._order = ask(self._order, size, kernels_loaded=False)
-            if run is Run.WAIT and self._running:
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_settled(size), self._wait_s)
-                run, self._order = ask(self._order, size, kernels_loaded=False)
+            try:
+                run, self._order = ask(self._order, size, self._can_list(size))
+                if run is not Run.REPLAY and self._running:
+                    self._changed.notify_all()  # It comes next.
+                if run is Run.WAIT and self._running:
+                    self._changed.wait_for(lambda: self._is_settled(size), self._wait_s)
+                    run, self._order = ask(self._order, size, self._can_list(size))
+            except Nowhere as error:
+                self._refuse(GraphsRefused("addresses", str(error)))
+                return Run.EAGER
             if self._broken is not None:
                 raise RestoreFailed(f"the device refuses restored graphs: {self._broken}")
             return Run.EAGER if run is Run.WAIT and not self._running else run
 
+    def _can_list(self, size: int) -> bool:
+        return self._running and self.lists.can(self._device, size)
+
     def _is_settled(self, size: int) -> bool:
         order = self._order
-        return not self._running or size in order.ready or size in order.refused
+        settled = size in order.ready or size in order.refused
+        return settled or not self._running or self._can_list(size)
 
     def _prove(self, size: int) -> None:
         assert self._device is not None
         assert self._steps is not None
-        with self._steps.trial_inputs(size):
-            self._device.launch(size)
-            found = digest_of(self._steps.logits(size))
         recorded = self._recorded[size]
-        if found != recorded:
-            raise RestoreFailed(
-                f"the graph of {named(self._steps.kind_of(size))} gave {found[:16]} for its trial, "
-                f"and {recorded[:16]} was recorded"
-            )
+        require_trial(self._steps, size, self._device.launch, recorded, "the graph")
         with self._changed:
             self._proved.add(size)
             self._changed.notify_all()
@@ -295,6 +311,7 @@ class RestoredGraphs:
             self._took("begun")
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
+                self._list(device, size)
                 self._ended(size, built(device, size))
                 if "first" not in self._took_ms:
                     self._took("first")
@@ -303,9 +320,8 @@ class RestoredGraphs:
                     digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
             self._took("all")
             self._spent("all", device, {})
-            log.info(
-                "graphs restored", action="graphs_restored", elsewhere=elsewhere, **self._took_ms
-            )
+            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took_ms}
+            log.info("graphs restored", action="graphs_restored", **facts)
         except GraphsRefused as refused:
             self._refuse(refused)
         except Nowhere as error:
@@ -326,16 +342,24 @@ class RestoredGraphs:
         at_s = self._now_s()
         archive = self._read()
         at_s = self._lasted("read", at_s)
-        self._device = device = self._opened(archive)
+        assert self._memory is not None
+        self._device = device = opened(self._open, self._memory, archive, self._recorded)
         at_s = self._lasted("open", at_s)
         loaded: set[int] = set()
         while (size := self._next_to_load(loaded)) is not None:
             with suppress(OutOfMemory):
                 # Then there may be some when it is made.
                 device.load(size)
+                self.lists.loaded(device, size)
             loaded.add(size)
         self._lasted("load", at_s)
         return device
+
+    def _list(self, device: GraphDevice, size: int) -> None:
+        """A step of what is made next need not wait until it is made."""
+        self.lists.load(device, size)
+        with self._changed:
+            self._changed.notify_all()
 
     def _next_to_load(self, loaded: Set[int]) -> int | None:
         """The graph whose kernels are loaded next, while there are no steps yet."""
@@ -356,22 +380,6 @@ class RestoredGraphs:
         for part, ms in device.spent_ms.items():
             self._took_ms[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
 
-    def _opened(self, archive: bytes) -> GraphDevice:
-        assert self._memory is not None
-        try:
-            device = self._open(self._memory, archive)
-        except AddressTaken as error:
-            raise GraphsRefused("arena_address", str(error)) from error
-        except NativeError as error:
-            raise GraphsRefused("archive", str(error)) from error
-        if missing := {*self._recorded} - {*device.tags}:
-            device.close()
-            # What else it has is a later release's.
-            raise GraphsRefused(
-                "sizes", f"the archive has no graphs of the sizes {sorted(missing)}"
-            )
-        return device
-
     def _next(self) -> int | None:
         with self._changed:
             if not self._changed.wait_for(self._goes_on, self._rest_s):
@@ -384,7 +392,7 @@ class RestoredGraphs:
             return size
 
     def _goes_on(self) -> bool:
-        return self._closing or not rests(self._order, self._proved)
+        return self._closing or not rests(self._order, self._proved | self.lists.proved)
 
     def _ended(self, size: int, restored: bool) -> None:
         with self._changed:

@@ -68,6 +68,7 @@ int check_graph(const char *bytes, const Bounds &bounds, const Header &header, c
             return fail(MISUSED, "a node lies outside of its graph");
         for (std::uint32_t edge = node.first_edge; edge < node.first_edge + node.num_edges; edge++)
             if (edges[edge].to != number || edges[edge].from >= number) return fail(MISUSED, "an edge of a graph does not lead forward");
+        if (node.type != KERNEL && node.type != MEMCPY && node.type != MEMSET && node.type != EMPTY) return check_node(node.type, "");
         bool fits = node.type == EMPTY || (node.type == MEMCPY && node.param_bytes == sizeof(CUmemcpy3D)) ||
                     (node.type == MEMSET && node.param_bytes == sizeof(CUmemsetNodeParams));
         if (node.type == KERNEL) {

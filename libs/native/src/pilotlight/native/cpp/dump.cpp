@@ -32,10 +32,6 @@ int check_node(int type, const std::string &kernel) {
 
 namespace {
 
-// Attributes of kernel nodes that differ from those of a plain node: cooperative, scheduling policy, cluster size, programmatic
-// launches, priority, memory synchronisation, shared memory.
-constexpr int ATTRIBUTES[] = {1, 2, 4, 5, 8, 9, 10, 11, 14, 16};
-
 // What was found in the parameters of all nodes.
 struct Report {
     std::uint64_t nodes, kernels, images, image_bytes, addresses_inside, addresses_outside, images_whole, params_unknown;
@@ -232,7 +228,7 @@ class Dumper {
         } else if (kernel.form.param_bytes) {
             return fail(MISUSED, "a node of " + kernel.name + " has no parameters");
         }
-        for (int id : ATTRIBUTES) {
+        for (int id : NODE_ATTRIBUTES) {
             AttributeEntry entry{};
             CUattributeValue value{};
             if (graph_driver().kernel_node_get_attribute(handle, id, &value) != CUDA_SUCCESS) continue;
@@ -269,7 +265,7 @@ class Dumper {
         used_[kernel.entry.image].insert(kernel.name);
         CUgraphNode plain = nullptr;
         PILOTLIGHT_TRY(graph_driver().add_kernel(&plain, scratch_, nullptr, 0, &given));
-        for (int id : ATTRIBUTES) {
+        for (int id : NODE_ATTRIBUTES) {
             CUattributeValue value{};
             if (graph_driver().kernel_node_get_attribute(plain, id, &value) == CUDA_SUCCESS) kernel.plain[id] = value;
         }

@@ -52,6 +52,10 @@ struct CUattributeValue {
 
 enum NodeType : std::uint32_t { KERNEL = 0, MEMCPY = 1, MEMSET = 2, EMPTY = 5 };
 
+// Attributes of kernel nodes that are written down where they differ from those of a plain node: cooperative, scheduling policy, cluster size,
+// priority, memory synchronisation, shared memory.
+constexpr std::uint32_t NODE_ATTRIBUTES[] = {1, 2, 4, 5, 8, 9, 10, 11, 14, 16};
+
 constexpr int FUNC_MAX_THREADS = 0, FUNC_STATIC_SHARED_BYTES = 1, FUNC_REGISTERS = 4;
 constexpr int FUNC_MAX_DYNAMIC_SHARED_BYTES = 8, FUNC_CARVEOUT = 9, FUNC_NON_PORTABLE_CLUSTER = 14, FUNC_CLUSTER_POLICY = 15;
 constexpr int POINTER_MEMORY_TYPE = 2;

@@ -1,8 +1,7 @@
 // Makes graphs again from what was written down: without torch, without running a kernel first, and without changing an address.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -12,28 +11,10 @@
 #include "archive.h"
 #include "graph_api.h"
 #include "kernels.h"
+#include "launch_list.h"
 #include "stopwatch.h"
 
 namespace pilotlight {
-
-GraphDriver &graph_driver() {
-    static GraphDriver found;
-    return found;
-}
-
-int open_graph_driver() {
-    GraphDriver &api = graph_driver();
-    if (api.found) return OK;
-    void *library = driver().library;
-    if (!library) return fail(NO_DRIVER, "no driver is open");
-#define X(member, symbol, parameters)                                                 \
-    api.member = reinterpret_cast<decltype(api.member)>(dlsym(library, #symbol));     \
-    if (!api.member) return fail(NO_DRIVER, "the driver has no " #symbol ": it is too old to rebuild graphs");
-    PILOTLIGHT_GRAPH_FUNCTIONS(X)
-#undef X
-    api.found = true;
-    return OK;
-}
 
 namespace {
 
@@ -56,6 +37,7 @@ class Archive {
         modules_.resize(header_.num_images);
         functions_.resize(header_.num_kernels);
         silent_.resize(header_.num_kernels);
+        loaded_ = std::make_unique<std::atomic<bool>[]>(header_.num_graphs);
         execs_.resize(header_.num_graphs);
     }
 
@@ -105,6 +87,13 @@ class Archive {
     int launch(std::uint32_t number, CUstream stream) {
         if (number >= header_.num_graphs || !execs_[number]) return fail(MISUSED, "graph " + std::to_string(number) + " is not built");
         PILOTLIGHT_TRY(graph_driver().launch(execs_[number], stream));
+        return OK;
+    }
+
+    // For who launches its nodes while another thread makes graphs. MISUSED: it has kernels that are not loaded.
+    int loaded(std::uint32_t number, LoadedGraph *graph) const {
+        if (number >= header_.num_graphs || !loaded_[number]) return fail(MISUSED, "the kernels of graph " + std::to_string(number) + " are not loaded");
+        *graph = {bytes_, &graphs_[number], kernels_, functions_.data(), silent_.data(), context_};
         return OK;
     }
 
@@ -205,6 +194,7 @@ class Archive {
         for (std::uint32_t number = 0; number < entry.num_nodes; number++)
             if (nodes[number].type == KERNEL)
                 if (int failed = function(nodes[number].kernel, &loaded)) return explain(failed, entry, number);
+        loaded_[&entry - graphs_] = true;
         return OK;
     }
 
@@ -340,11 +330,14 @@ class Archive {
     const GraphEntry *graphs_;
     std::vector<CUmodule> modules_;
     std::vector<CUfunction> functions_;
-    std::vector<bool> silent_;  // of which the driver says no parameters
+    std::vector<char> silent_;  // of which the driver says no parameters
+    std::unique_ptr<std::atomic<bool>[]> loaded_;  // all kernels of a graph are: nothing of them changes any more
     std::vector<CUgraphExec> execs_;
     std::array<std::uint64_t, NUM_PARTS> spent_{};
     std::mutex lock_;
 };
+
+int loaded_graph(const Archive *archive, std::uint32_t number, LoadedGraph *graph) { return archive->loaded(number, graph); }
 
 }  // namespace pilotlight
 

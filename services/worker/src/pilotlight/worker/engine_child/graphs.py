@@ -128,6 +128,7 @@ class GraphPlans:
             artifact.graphs,
             archive.read,
             later=command.stage != command.model.spec.whole,
+            launch_lists=command.precomputed.launch_lists,
             uses=command.precomputed.uses,
         )
         self._restored[command.instance_id] = _Restored(made, RestoreNews(), command.prove)
