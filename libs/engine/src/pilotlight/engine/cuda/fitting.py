@@ -4,6 +4,7 @@ driver is asked for a graph.
 
 import re
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +82,37 @@ def check_layout(
             field if field in here else "places",
             f"{field} is {here.get(field)} here, and {recorded.get(field)} was recorded",
         )
+
+
+class Fit(Protocol):
+    """Looks whether graphs fit a stage, and takes what they need of the graph pool."""
+
+    def __call__(
+        self,
+        layout: GraphLayout,
+        memory: StageMemory,
+        scratch: Scratch,
+        steps: StageSteps,
+        *,
+        later: bool,
+    ) -> Tensor | None:
+        """For the arguments see ``check_layout`` and ``reserve``.
+
+        Returns:
+            What keeps torch from giving it to anything else.
+
+        Raises:
+            GraphsRefused: by the name of what differs.
+        """
+        ...
+
+
+def fit_in_place(
+    layout: GraphLayout, memory: StageMemory, scratch: Scratch, steps: StageSteps, *, later: bool
+) -> Tensor | None:
+    """A ``Fit``, of graphs that know everything by its address."""
+    check_layout(layout, memory, steps, later=later)
+    return reserve(layout, memory, scratch, steps)
 
 
 def reserve(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
-from pilotlight.engine.cuda.fitting import GraphsRefused, RestoreNews, check_layout, named, reserve
+from pilotlight.engine.cuda.fitting import Fit, GraphsRefused, RestoreNews, fit_in_place, named
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
 from pilotlight.engine.cuda.prompts import length_for
@@ -70,6 +70,7 @@ class RestoredGraphs:
         read: Callable[[], bytes],
         *,
         open_archive: Callable[[StageMemory, bytes], GraphDevice] = ArchiveOnDevice,
+        fit: Fit = fit_in_place,
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
@@ -83,6 +84,7 @@ class RestoredGraphs:
             recorded: where the graphs expect everything.
             read: gives the archive, or raises ``GraphsRefused``; called by the thread.
             open_archive: reads an archive on the device that a stage's memory is on.
+            fit: takes what its graphs need, or refuses them.
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
             rest_s: see ``REST_S``.
@@ -94,7 +96,7 @@ class RestoredGraphs:
         self._recorded = recorded.digests
         self._layout = recorded
         self._read = read
-        self._open = open_archive
+        self._open, self._fit = open_archive, fit
         self._capture = capture
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
@@ -157,8 +159,8 @@ class RestoredGraphs:
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            check_layout(self._layout, self._memory, steps, later=self._later)
-            self._rest = reserve(self._layout, self._memory, self._scratch, steps)
+            stage = self._memory, self._scratch, steps
+            self._rest = self._fit(self._layout, *stage, later=self._later)
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
