@@ -211,6 +211,11 @@ class Library:
         value = self._functions[name](*arguments)
         return value if isinstance(value, int) else 0
 
+    def text(self, name: str, *arguments: object) -> str:
+        """Calls a function that returns text; empty for a null pointer."""
+        value = self._functions[name](*arguments)
+        return value.decode(errors="replace") if isinstance(value, bytes) else ""
+
 
 def cache_folder() -> Path:
     """Where the library is made when the package was installed without it."""

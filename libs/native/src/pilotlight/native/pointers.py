@@ -16,7 +16,11 @@ Layout = tuple[tuple[int, int], ...]
 NEVER = 0xFFFF_FFFF
 _HEADER, _GRAPH = struct.Struct("<8s4I6Q"), struct.Struct("<6Q4I")
 _NODE, _KERNEL = struct.Struct("<2I3I3I2IQ6I"), struct.Struct("<2Q2I4i")
-_TABLE, _ALLOCATION, _WORD = struct.Struct("<8s2I4Q"), struct.Struct("<3Q4I"), struct.Struct("<2Q2I")
+_TABLE, _ALLOCATION, _WORD = (
+    struct.Struct("<8s2I4Q"),
+    struct.Struct("<3Q4I"),
+    struct.Struct("<2Q2I"),
+)
 _MAGIC, _UNIT = b"PLPOINT1", 16
 _POINTERS_AT, _TOTAL_AT = 20, 48
 """Places of what an archive's header says of the table, and of the archive's length."""
@@ -210,7 +214,5 @@ def moved(archive: bytes, bases: Sequence[int], arena: DeviceArena) -> bytes:
     made = ctypes.create_string_buffer(len(archive))
     places = (c_uint64 * len(bases))(*bases)
     where = arena.address, arena.num_bytes
-    library().call(
-        "pointers_move", archive, len(archive), places, len(bases), *where, made
-    )
+    library().call("pointers_move", archive, len(archive), places, len(bases), *where, made)
     return made.raw

@@ -161,8 +161,7 @@ class Archive {
     // A kernel that somebody else has loaded stands for one that no graph needed yet; it stays theirs.
     int offer(std::uint32_t number, CUfunction loaded) {
         std::lock_guard guard(lock_);
-        if (number >= header_.num_kernels || functions_[number])
-            return fail(MISUSED, "the archive lacks no kernel " + std::to_string(number));
+        if (number >= header_.num_kernels || functions_[number]) return fail(MISUSED, "the archive lacks no kernel " + std::to_string(number));
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
         PILOTLIGHT_TRY(graph_driver().func_load(loaded));
         return adopt(number, loaded);
@@ -184,11 +183,10 @@ class Archive {
     int adopt(std::uint32_t number, CUfunction loaded) {
         const KernelEntry &kernel = kernels_[number];
         bool silent = false;
-        if (int failed = adopt_kernel(loaded, at(kernel.name), kernel, reinterpret_cast<const std::uint32_t *>(at(kernel.params)), &silent))
-            return failed;
+        int failed = adopt_kernel(loaded, at(kernel.name), kernel, reinterpret_cast<const std::uint32_t *>(at(kernel.params)), &silent);
         silent_[number] = silent;
-        functions_[number] = loaded;
-        return OK;
+        if (!failed) functions_[number] = loaded;
+        return failed;
     }
 
     int function(std::uint32_t number, CUfunction *found) {
@@ -373,9 +371,7 @@ PILOTLIGHT_EXPORT int pilotlight_archive_open(CUcontext context, const char *byt
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_archive_tag(Archive *archive, std::uint32_t number) { return archive->tag(number); }
 // The name of a kernel; null behind the last.
 PILOTLIGHT_EXPORT const char *pilotlight_archive_kernel(Archive *archive, std::uint32_t number) { return archive->kernel_name(number); }
-PILOTLIGHT_EXPORT int pilotlight_archive_offer(Archive *archive, std::uint32_t number, CUfunction loaded) {
-    return archive->offer(number, loaded);
-}
+PILOTLIGHT_EXPORT int pilotlight_archive_offer(Archive *archive, std::uint32_t number, CUfunction loaded) { return archive->offer(number, loaded); }
 PILOTLIGHT_EXPORT int pilotlight_archive_load(Archive *archive, std::uint32_t number) { return archive->load(number); }
 PILOTLIGHT_EXPORT void pilotlight_archive_spent(Archive *archive, std::uint64_t *parts) { archive->spent(parts); }
 PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {
