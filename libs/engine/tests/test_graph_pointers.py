@@ -312,7 +312,8 @@ def test_without_memory_they_are_refused_and_nothing_is_held(
 class OnTheFake:
     """Stands for ``ArchiveOnDevice``, which has a stream of torch's."""
 
-    def __init__(self, memory: StageMemory, archive: bytes) -> None:
+    def __init__(self, memory: StageMemory, archive: bytes, kernels: object) -> None:
+        assert kernels is None
         arena = memory.arena
         assert isinstance(arena, CudaArena)
         self._archive = GraphArchive(arena.native, archive, arena.native_arena)

@@ -26,7 +26,8 @@ RUNTIME = """
 // A runtime that takes a symbol for the handle that it holds.
 extern "C" {
 void *NAME;
-long plain = 3;
+long plain = 3, forgotten = 0;
+int cudaGetLastError() { return forgotten++, 98; }
 int cudaGetFuncBySymbol(void **handle, void **symbol) {
     if (symbol == reinterpret_cast<void **>(&plain)) return 98;
     *handle = *symbol;
@@ -180,6 +181,7 @@ def test_a_kernel_is_found_by_the_symbol_of_its_host_function(
     assert symbols[name] == [function]
     for other in ("plain", "no_symbol", names_of(1)[0]):
         assert symbols.get(other, ()) == ()
+    assert ctypes.c_long.in_dll(ctypes.CDLL(path), "forgotten").value == 1
     archive = GraphArchive(rig.device, recorded, rig.arena)
     assert archive.offer(symbols).taken == 1
     loads = rig.fake.calls("cuModuleLoadData")

@@ -64,7 +64,8 @@ class SymbolKernels(Mapping[str, list[int]]):
         try:
             if path is None:
                 raise OSError("this process has none")
-            self._function_of = ctypes.CDLL(path).cudaGetFuncBySymbol
+            runtime = ctypes.CDLL(path)
+            self._function_of, self._forget = runtime.cudaGetFuncBySymbol, runtime.cudaGetLastError
         except (OSError, AttributeError) as error:
             raise NoDriver(NO_DRIVER, f"no runtime of CUDA's names symbols: {error}") from error
         self._function_of.argtypes = [c_void_p, c_void_p]
@@ -77,15 +78,14 @@ class SymbolKernels(Mapping[str, list[int]]):
             KeyError: no library has a symbol of that name that is a kernel.
         """
         for path in self._libraries:
-            opened = _opened(path)
-            symbol = ctypes.c_char.in_dll(opened, name) if opened and _has(opened, name) else None
+            symbol = _symbol(path, name)
             handle = c_void_p()
-            if (
-                symbol is not None
-                and self._function_of(ctypes.byref(handle), ctypes.addressof(symbol)) == SUCCESS
-                and handle.value
-            ):
+            if not symbol:
+                continue
+            if self._function_of(ctypes.byref(handle), symbol) == SUCCESS and handle.value:
                 return [handle.value]
+            # Or the next that launches a kernel in this thread takes the error for its own.
+            self._forget()
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -112,9 +112,10 @@ def _opened(path: str) -> ctypes.CDLL | None:
         return None
 
 
-def _has(opened: ctypes.CDLL, name: str) -> bool:
+def _symbol(path: str, name: str) -> int:
+    """Where a library has a symbol; 0: it has none."""
+    opened = _opened(path)
     try:
-        ctypes.c_char.in_dll(opened, name)
+        return ctypes.addressof(ctypes.c_char.in_dll(opened, name)) if opened else 0
     except ValueError:
-        return False
-    return True
+        return 0

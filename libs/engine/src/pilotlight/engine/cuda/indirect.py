@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import GraphsRefused, check_layout, places_of
-from pilotlight.engine.cuda.graph_device import ArchiveOnDevice
+from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, LoadedKernels
 from pilotlight.engine.cuda.graphs import SIZES, StageSteps
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.traces import PERMANENT
@@ -62,8 +62,13 @@ def stage_allocations(memory: StageMemory) -> list[RecordedAllocation]:
 class Anywhere:
     """What ``RestoredGraphs`` takes to restore one stage's graphs wherever its memory lies."""
 
-    def __init__(self) -> None:
-        """Knows no stage yet."""
+    def __init__(self, kernels: LoadedKernels | None = None) -> None:
+        """Knows no stage yet.
+
+        Args:
+            kernels: see ``ArchiveOnDevice``.
+        """
+        self.kernels = kernels
         self._pool: Pool | None = None
 
     def fit(
@@ -263,7 +268,6 @@ class MovedArchive:
             at = self._replay.bases[number] - arena.address
             place = arena.tensor(at, (len(contents),), torch.uint8)
             place.copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
-        self._device = ArchiveOnDevice(
-            memory, moved(self._bytes, self._replay.bases, arena.native_arena)
-        )
+        archive = moved(self._bytes, self._replay.bases, arena.native_arena)
+        self._device = ArchiveOnDevice(memory, archive, self._way.kernels)
         return self._device

@@ -222,7 +222,9 @@ class RestoredGraphs:
         if self._steps is None or self._memory is None or self._refused is not None:
             return
         for size in self._recorded:
-            self._memory.graph_pool_bytes(self._layout.pool_bytes).fill_(POISON)
+            # Graphs that may lie elsewhere take their memory as they are made.
+            held = self._scratch.graphs.mapped_bytes if self._scratch is not None else 0
+            self._memory.graph_pool_bytes(min(held, self._layout.pool_bytes)).fill_(POISON)
             self._steps.trial(size)
 
     def close(self) -> None:
