@@ -107,12 +107,16 @@ def nodes_of(archive: bytes) -> Iterator[RecordedNode]:
             )
             if not num_bytes:
                 continue
-            if kind == KERNEL:
-                name, layout = names[kernel]
-            else:
-                name, layout = _NAMES[kind], ((0, num_bytes),)
+            name, layout = _form(names, kind, kernel, num_bytes)
             place = parameters + params
             yield RecordedNode(tag, name, layout, place, archive[place : place + num_bytes])
+
+
+def _form(
+    kernels: Sequence[tuple[str, Layout]], kind: int, kernel: int, num_bytes: int
+) -> tuple[str, Layout]:
+    """What a node runs, and how its parameters lie."""
+    return kernels[kernel] if kind == KERNEL else (_NAMES[kind], ((0, num_bytes),))
 
 
 def tags_of(archive: bytes) -> tuple[int, ...]:
