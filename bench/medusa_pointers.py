@@ -4,9 +4,9 @@
 
 * ``witness`` records a shape's steps with the arena elsewhere, ``pointers`` records them with it as
   the witness: an archive that says of each address what it points to;
-* ``medusa`` is the paper's loading phase. Room for KV comes first; while the weights come, the first
-  layer is run and captured at 35 sizes, and all kernels of the modules that this loads stand for
-  images; the recorded memory is taken again, somewhere else than it was, addresses are written
+* ``medusa`` is the paper's loading phase. Room for KV comes first; while the weights come, the
+  first layer is run and captured at 35 sizes, and all kernels of the modules that this loads stand
+  for images; the recorded memory is taken again, somewhere else than it was, addresses are written
   anew, and the graphs are built.
 """
 

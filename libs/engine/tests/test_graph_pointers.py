@@ -18,7 +18,7 @@ from random_models import spec_of
 from restored_rig import StandInSteps, places_in
 
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.fitting import GraphsRefused, places_of
+from pilotlight.engine.cuda.fitting import Fitting, GraphsRefused, places_of
 from pilotlight.engine.cuda.indirect import Anywhere, Replay, stage_allocations
 from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
 from pilotlight.engine.cuda.traces import PERMANENT, TEMPORARY, with_addresses
@@ -350,7 +350,11 @@ def test_a_stage_takes_the_memory_with_its_first_graph_and_gives_it_back(
         trials=(Trial(rows=4, digest="0" * 64), Trial(rows=8, digest="1" * 64)),
     )
     scratch = cast("Any", SimpleNamespace(graphs=here.graphs))
-    way.fit(layout, here.memory, scratch, steps, later=False)
+
+    def fit(layout: GraphLayout) -> None:
+        way.fit(Fitting(layout, here.memory, scratch, steps, later=False))
+
+    fit(layout)
     before = len(here.pool.events)
     assert device.check(8) == device.check(4) == 0
     assert len(here.pool.events) == before + 4
@@ -362,7 +366,7 @@ def test_a_stage_takes_the_memory_with_its_first_graph_and_gives_it_back(
     assert sum(not event.taken for event in here.pool.events) == 3
     apart = replace(layout, places=places_in({"metadata": 5, "logits": 5}))
     with pytest.raises(GraphsRefused) as refused:
-        way.fit(apart, here.memory, scratch, steps, later=False)
+        fit(apart)
     assert refused.value.field == "slot"
 
 

@@ -59,13 +59,13 @@ class Stage:
             "Anywhere",
             lambda kernels: SimpleNamespace(
                 open=lambda memory, archive: self.open(memory, archive, kernels=kernels),
-                fit=lambda *_, later: None,
+                fit=lambda _: None,
             ),
         )
         monkeypatch.setattr(
             triggering, "CaptureOnSecondUse", lambda *_, keep: self.captures(keep=keep)
         )
-        monkeypatch.setattr("pilotlight.engine.cuda.restored.fit_in_place", lambda *_, later: None)
+        monkeypatch.setattr("pilotlight.engine.cuda.restored.fitted", lambda _: None)
         layout = self.rig.layout
         self.read = 0
         self.plan = TriggeredGraphs(layout, self.reads, anywhere=anywhere, sizes=SIZES)
@@ -92,7 +92,7 @@ class Stage:
         )
         scratch = SimpleNamespace(graphs=self.rig.pool)
         self.plan.supplier(cast("Any", memory), cast("Any", scratch))
-        self.plan._fit = lambda *_, later: None
+        self.plan._fit = lambda _: None
         self.plan.begin(
             cast("Any", self.steps), cast("Any", SimpleNamespace(graphs=self.graphs, uses={}))
         )

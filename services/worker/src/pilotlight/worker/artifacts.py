@@ -24,7 +24,7 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event, event_subject
-from pilotlight.common.messages.graphs import StageGraphs, StageKernels
+from pilotlight.common.messages.graphs import GraphWays, StageGraphs, StageKernels
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
@@ -130,13 +130,21 @@ class Found:
     """The same of its compiled kernels."""
     uses: dict[int, int] = field(default_factory=dict[int, int])
     """How often steps of each size of graph ran when the model was here before."""
+    ways: GraphWays = field(default_factory=GraphWays)
+    """How its graphs are restored."""
 
 
 class Artifacts:
     """What one worker knows of artifacts."""
 
     def __init__(
-        self, core: WorkerCore, store: ObjectStore, cluster_key: str | None, *, graphs: bool = False
+        self,
+        core: WorkerCore,
+        store: ObjectStore,
+        cluster_key: str | None,
+        *,
+        graphs: bool = False,
+        ways: GraphWays | None = None,
     ) -> None:
         """Knows of none yet.
 
@@ -145,7 +153,9 @@ class Artifacts:
             store: where artifacts lie.
             cluster_key: their signatures'; without it nothing is found, for none can be checked.
             graphs: engines restore those of artifacts, and their compiled kernels.
+            ways: how they restore graphs.
         """
+        self._ways = ways or GraphWays()
         self._with_graphs = graphs
         self._core = core
         self._store = store
@@ -188,7 +198,7 @@ class Artifacts:
         graphs, kernels = await self._files_of(hold, digest, known)
         if not (whole or graphs or kernels):
             return Found()  # all that is left is of whole models
-        return Found(known, graphs, kernels, self._uses.get(digest, {}))
+        return Found(known, graphs, kernels, self._uses.get(digest, {}), self._ways)
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""

@@ -289,7 +289,7 @@ class StageLoader:
             pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,
-            precomputed=Precomputed(kernels=found.kernels, uses=found.uses),
+            precomputed=Precomputed(kernels=found.kernels, uses=found.uses, ways=found.ways),
         )
         await self._core.engine.load_stage(load, sent)
         restored = found.manifest and hold.stage == hold.model.spec.whole

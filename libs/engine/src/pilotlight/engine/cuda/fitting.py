@@ -3,8 +3,8 @@ driver is asked for a graph.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,35 +84,30 @@ def check_layout(
         )
 
 
-class Fit(Protocol):
-    """Looks whether graphs fit a stage, and takes what they need of the graph pool."""
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What graphs are to fit."""
 
-    def __call__(
-        self,
-        layout: GraphLayout,
-        memory: StageMemory,
-        scratch: Scratch,
-        steps: StageSteps,
-        *,
-        later: bool,
-    ) -> Tensor | None:
-        """For the arguments see ``check_layout`` and ``reserve``.
-
-        Returns:
-            What keeps torch from giving it to anything else.
-
-        Raises:
-            GraphsRefused: by the name of what differs.
-        """
-        ...
+    layout: GraphLayout
+    """Of the graphs."""
+    memory: StageMemory
+    scratch: Scratch
+    """The slot's."""
+    steps: StageSteps
+    later: bool
+    """The stage need not be a whole model yet."""
 
 
-def fit_in_place(
-    layout: GraphLayout, memory: StageMemory, scratch: Scratch, steps: StageSteps, *, later: bool
-) -> Tensor | None:
+Fit = Callable[[Fitting], Tensor | None]
+"""Looks whether graphs fit a stage, and takes what they need of the graph pool; gives what keeps
+torch from giving that to anything else, or raises ``GraphsRefused``."""
+
+
+def fitted(fitting: Fitting) -> Tensor | None:
     """A ``Fit``, of graphs that know everything by its address."""
-    check_layout(layout, memory, steps, later=later)
-    return reserve(layout, memory, scratch, steps)
+    memory, steps = fitting.memory, fitting.steps
+    check_layout(fitting.layout, memory, steps, later=fitting.later)
+    return reserve(fitting.layout, memory, fitting.scratch, steps)
 
 
 def reserve(

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.arena import CudaArena
-from pilotlight.engine.cuda.fitting import GraphsRefused, check_layout, places_of
+from pilotlight.engine.cuda.fitting import Fitting, GraphsRefused, check_layout, places_of
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, LoadedKernels
 from pilotlight.engine.cuda.graphs import SIZES, StageSteps
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.traces import PERMANENT
-from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.device import Pool, SegmentEvent
 from pilotlight.native.library import NativeError, OutOfMemory
@@ -71,25 +70,19 @@ class Anywhere:
         self.kernels = kernels
         self._pool: Pool | None = None
 
-    def fit(
-        self,
-        layout: GraphLayout,
-        memory: StageMemory,
-        scratch: Scratch,
-        steps: StageSteps,
-        *,
-        later: bool,
-    ) -> Tensor | None:
+    def fit(self, fitting: Fitting) -> Tensor | None:
         """A ``Fit``: everything that steps read and write lies where it was, seen from any of it.
 
         Raises:
             GraphsRefused: by the name of what differs.
         """
-        check_layout(moved_layout(layout, memory, steps), memory, steps, later=later)
+        memory, steps = fitting.memory, fitting.steps
+        layout = moved_layout(fitting.layout, memory, steps)
+        check_layout(layout, memory, steps, later=fitting.later)
         # torch takes the segment of the logits, which is the pool's first, if it has not.
         steps.logits(SIZES[-1])
-        assert isinstance(scratch.graphs, TorchPool)
-        self._pool = scratch.graphs.memory
+        assert isinstance(fitting.scratch.graphs, TorchPool)
+        self._pool = fitting.scratch.graphs.memory
         return None
 
     def open(self, memory: StageMemory, archive: bytes) -> "MovedArchive":

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
-from pilotlight.engine.cuda.fitting import Fit, GraphsRefused, RestoreNews, fit_in_place, named
+from pilotlight.engine.cuda.fitting import Fit, Fitting, GraphsRefused, RestoreNews, fitted, named
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
 from pilotlight.engine.cuda.prompts import length_for
@@ -70,7 +70,7 @@ class RestoredGraphs:
         read: Callable[[], bytes],
         *,
         open_archive: Callable[[StageMemory, bytes], GraphDevice] = ArchiveOnDevice,
-        fit: Fit = fit_in_place,
+        fit: Fit = fitted,
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
@@ -159,8 +159,8 @@ class RestoredGraphs:
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            stage = self._memory, self._scratch, steps
-            self._rest = self._fit(self._layout, *stage, later=self._later)
+            stage = Fitting(self._layout, self._memory, self._scratch, steps, self._later)
+            self._rest = self._fit(stage)
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return

@@ -50,7 +50,9 @@ class TracingRecorder(GraphRecorder):
         self._witness = witness
         self._tags: list[int] = []
         self._counts: list[int] = []
-        """Segments that were taken and given back before the first capture, and until each ended."""
+        """Segments that were taken or given back before the first capture, and until the end of
+        each.
+        """
         self._kept: Tensor | None = None
         """Of the graph pool, as captures left it."""
         self._permanent: set[int] = set()

@@ -6,7 +6,7 @@ What the first layer does not trigger comes from the archive's images, and what 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, cast
 
@@ -45,6 +45,7 @@ class TriggeredGraphs(RestoredGraphs):
         anywhere: bool = False,
         sizes: Sequence[int] = SIZES,
         rest_s: float = 0.0,
+        uses: Mapping[int, int] | None = None,
     ) -> None:
         """Does nothing yet.
 
@@ -54,6 +55,7 @@ class TriggeredGraphs(RestoredGraphs):
             anywhere: addresses are written anew (``cuda.indirect``).
             sizes: rows of the steps that are run.
             rest_s: see ``RestoredGraphs``.
+            uses: see ``RestoredGraphs``.
         """
         self._sizes = tuple(sizes)
         self._gate = threading.Event()
@@ -74,11 +76,17 @@ class TriggeredGraphs(RestoredGraphs):
                 fit=way.fit,
                 capture=capture,
                 rest_s=rest_s,
+                uses=uses,
             )
         else:
             in_place = partial(ArchiveOnDevice, kernels=self._kernels)
             super().__init__(
-                recorded, when_triggered, open_archive=in_place, capture=capture, rest_s=rest_s
+                recorded,
+                when_triggered,
+                open_archive=in_place,
+                capture=capture,
+                rest_s=rest_s,
+                uses=uses,
             )
 
     def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
