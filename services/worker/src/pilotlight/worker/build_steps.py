@@ -5,7 +5,6 @@ where the device has any, and the proof of all in a last one.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -36,7 +35,7 @@ from pilotlight.policy.materialized import (
     Profile,
 )
 from pilotlight.policy.model import Model
-from pilotlight.worker.build_session import BuildSession, Outcome
+from pilotlight.worker.build_session import BuildSession, MakeSession, Outcome
 from pilotlight.worker.build_tour import tour
 from pilotlight.worker.graph_files import GraphFile, WrongArchive
 
@@ -54,16 +53,6 @@ CANARY_PROMPT, CANARY_TOKENS = 12, 6
 
 Told = Callable[[str, float], Awaitable[None]]
 """A step's name, and the share of the build that is done when it begins."""
-
-
-class MakeSession(Protocol):
-    """Makes an engine for one step of a build, not started."""
-
-    def __call__(
-        self, *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
-    ) -> BuildSession:
-        """See ``ChildOptions``; the engine is slower with images."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
