@@ -37,7 +37,7 @@ from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.engine.compute import GraphPlan
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.arena import ADDRESSES, CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.compiled import pack
 from pilotlight.engine.cuda.graphs import (
@@ -78,9 +78,10 @@ class Model:
     as often as they are read.
     """
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: str, addresses: tuple[int, ...] = ADDRESSES) -> None:
+        """``addresses``: where its arena may be."""
         self.spec = spec_of(shape)
-        self.arena = CudaArena()
+        self.arena = CudaArena(addresses=addresses)
         limits = BatchLimits(step_tokens=8_192, running=256, prefix_cache=False)
         self.engine = Engine(2, time.monotonic, limits, self.arena)
         decoder = decoder_of(self.spec)
@@ -106,7 +107,7 @@ class Model:
         """All of it, in the order of execution."""
         return range(self.spec.num_layers + 2)
 
-    def begin(self, plan: GraphPlan | None, early: "Early | None" = None) -> None:
+    def begin(self, plan: GraphPlan | None, early: "Early | None" = None, slot: int = SLOT) -> None:
         """The stage has its memory; copies of the parts that come ``early`` have begun."""
         decoder, whole = decoder_of(self.spec), self.spec.whole
         layout = layout_of(self.arena, decoder, whole, Dtype.BFLOAT16)
@@ -114,7 +115,7 @@ class Model:
         blocks = KV_TOKENS // BLOCK_TOKENS
         room += layout.kv_bytes(blocks, self.spec.num_layers, self.arena.granule_bytes)
         self.engine.begin_load(
-            INSTANCE, self.spec, whole, Dtype.BFLOAT16, room, slot=SLOT, plan=plan, early=early
+            INSTANCE, self.spec, whole, Dtype.BFLOAT16, room, slot=slot, plan=plan, early=early
         )
 
     def place(self) -> float:

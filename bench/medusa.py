@@ -5,8 +5,10 @@ figure is of a process of its own, in which the libraries are up when the clock 
 
 * ``plain``, the paper's vanilla: room, weights, a pass that profiles, every step run once and
   captured at 35 sizes, one after the other; ``plain-cold``: on a machine that has compiled nothing;
-* ``first-layer``: MEDUSA's order as far as our engine goes it. What it does then is to build the
-  graphs: ``rebuild_s`` of ``ours`` says how long our way takes for that;
+* ``medusa``, the paper's way whole: room first, then the first layer run and captured at 35 sizes
+  beside the weights, kernels by the modules that this loads, addresses written anew, graphs built.
+  ``witness`` and ``pointers`` go before it: the same steps recorded at two places;
+* ``first-layer``: its order alone, without the graphs;
 * ``ours``: weights, graphs and compiled kernels, these on a machine that has compiled nothing;
 * ``serving``: decode steps of eight requests while the other graphs are made, beside as many
   without that, in five pairs;
@@ -43,13 +45,18 @@ from medusa_shapes import MEDUSA_SHAPES
 from served_gpu import commit, machine
 
 HERE = Path(__file__).resolve().parent
-JOB, OFFLINE, VLLM = (HERE / f"medusa_{name}.py" for name in ("job", "offline", "vllm"))
+JOB, OFFLINE, VLLM, POINTERS = (
+    HERE / f"medusa_{name}.py" for name in ("job", "offline", "vllm", "pointers")
+)
 SIZES = (1, 2, 4, *range(8, 257, 8))
 """Rows of captured steps, as the engine and the paper have them."""
 WHAT = {
     "record": "what is recorded: nodes of 35 graphs, bytes",
     "plain": "the loading phase without materialization, kernels compiled before",
     "plain-cold": "the loading phase without materialization, nothing compiled before",
+    "witness": "the same steps recorded where the arena lies elsewhere",
+    "pointers": "what is recorded with what each address points to",
+    "medusa": "the loading phase as MEDUSA has it: pointers, triggering, room before weights",
     "first-layer": "room first, then the first layer's 35 sizes beside the weights",
     "ours": "the loading phase with everything materialized",
     "serving": "decode steps beside a restore, times as long as alone",
@@ -60,6 +67,8 @@ WHAT = {
     "vllm-eager": "vLLM's loading phase without graphs",
 }
 WAYS = tuple(WHAT)
+TRACED = ("witness", "pointers", "medusa")
+"""Ways of ``medusa_pointers.py``, of which each needs the one before it."""
 RECORDED = {"plain", "first-layer", "ours", "serving", "steps"}
 """Ways that need what was recorded: graphs and kernels, or compiled ones on disk."""
 SMALL = ("qwen1.5-0.5b", "qwen1.5-1.8b", "qwen1.5-4b", "yi-6b")
@@ -101,6 +110,9 @@ class Run:
             asked = [way for way in asked if not way.startswith("vllm")]
         if RECORDED & {*asked} and not self.recorded(shape) and "record" not in asked:
             asked = ["record", *asked]
+        for way, needed in ((TRACED[2], TRACED[1]), (TRACED[1], TRACED[0])):
+            if way in asked and needed not in asked and not self.traced(needed, shape):
+                asked.insert(asked.index(way), needed)
         if "vllm" in asked and "vllm-cold" not in asked and not self.cache("vllm", shape).exists():
             asked.insert(asked.index("vllm"), "vllm-cold")
         return asked
@@ -112,6 +124,11 @@ class Run:
     def recorded(self, shape: str) -> bool:
         """There is what other rows restore, or find compiled."""
         return (self.folder / f"{shape}.kernels").exists()
+
+    def traced(self, way: str, shape: str) -> bool:
+        """There is what ``witness`` or ``pointers`` has recorded."""
+        suffix = "witness" if way == "witness" else "pointers.json"
+        return (self.folder / f"{shape}.{suffix}").exists()
 
     def measure(self, way: str, shape: str) -> None:
         """One row more."""
@@ -162,12 +179,13 @@ class Run:
             eager = ["--eager"] if way == "vllm-eager" else []
             return [*command, *eager], variables, VLLM_S
         # What was compiled before is what recording has compiled.
-        before = way in ("record", "plain", "first-layer", "steps")
+        before = way in ("record", "plain", "first-layer", "steps", *TRACED)
         cache = self.cache("triton", shape) if before else Path(mkdtemp(dir=self.folder))
         variables = {"TRITON_CACHE_DIR": str(cache), "CUDA_CACHE_DISABLE": "1"}
         if way == "offline":
             return [sys.executable, str(OFFLINE), shape, str(self.folder)], variables, OFFLINE_S
-        return [sys.executable, str(JOB), way, shape, str(self.folder)], variables, JOB_S
+        job = POINTERS if way in TRACED else JOB
+        return [sys.executable, str(job), way, shape, str(self.folder)], variables, JOB_S
 
 
 def write_config(shape: str, folder: Path) -> None:

@@ -20,6 +20,7 @@ from engine_gpu_weights import DEVIATION, spec_of
 
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import decode_json
+from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.messages.pool import PartReady, TensorPlace
 from pilotlight.common.nvml import list_gpus
 from pilotlight.engine.models.registry import decoder_of
@@ -136,7 +137,9 @@ async def measure(model: Model, source: Any, log_path: Path) -> Told:
     """What the parts of its build take."""
     uuid = list_gpus()[0].uuid
 
-    def make(*, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
+    def make(
+        *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+    ) -> BuildSession:
         options = ChildOptions(
             threads=2,
             log_path=log_path,
@@ -144,6 +147,7 @@ async def measure(model: Model, source: Any, log_path: Path) -> Told:
             cuda_devices=(uuid,),
             record_images=record_images,
             note_kernels=note_kernels,
+            witness=witness,
         )
         return BuildSession(ProcessEngine(options), source, WorkerId("bench"))
 
@@ -155,7 +159,7 @@ async def measure(model: Model, source: Any, log_path: Path) -> Told:
     claimed = ClaimedBuild(model=model, fingerprint=fingerprint, attempt=1, lease_s=60.0)
     parts = Parts()
     async with asyncio.timeout(BUILD_S):
-        made = await build(claimed, make, parts.told, graphs=True)
+        made = await build(claimed, make, parts.told, GraphWays())
     told = parts.seconds()
     artifact = decode_json(made.manifest, Artifact)
     layout = artifact.graphs

@@ -2,7 +2,7 @@
 // what is refused must not have reached the driver. What is taken is built, and the fake reads all that it is given, so that the sanitizers
 // see what a driver would read.
 //
-//     archive_fuzz SEED MUTATIONS FILE...   prints {"mutations": N, "refused": N, "taken": N, "driver_calls": N}
+//     archive_fuzz SEED MUTATIONS FILE...   prints {"mutations": N, "refused": N, "taken": N, "moved": N, "driver_calls": N}
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +18,11 @@
 #include "graph_api.h"
 #include "images.h"
 #include "launch_list.h"
+#include "pointers.h"
+
+namespace pilotlight {
+class Archive;
+}
 
 using namespace pilotlight;
 
@@ -29,6 +34,7 @@ int pilotlight_archive_check_addresses(Archive *, std::uint32_t, std::uint32_t, 
 int pilotlight_archive_launch(Archive *, std::uint32_t, CUstream);
 int pilotlight_archive_launch_list(Archive *, std::uint32_t, CUstream);
 void pilotlight_archive_close(Archive *);
+int pilotlight_pointers_move(const char *, std::uint64_t, const std::uint64_t *, std::uint32_t, std::uint64_t, std::uint64_t, char *);
 }
 
 namespace {
@@ -168,6 +174,22 @@ void install_fake() {
     install_launches();
 }
 
+constexpr std::uint64_t ELSEWHERE = 0x500000000000, ELSEWHERE_BYTES = std::uint64_t(1) << 40;
+
+// The archive with its addresses written anew, in memory of just its length; null where that is refused, which asks the driver nothing.
+std::unique_ptr<char[]> moved(const std::string &made) {
+    Header header{};
+    std::memcpy(&header, made.data(), std::min(made.size(), sizeof header));
+    PointersHeader table{};
+    std::uint64_t start = header.pointers * std::uint64_t(16);
+    if (start && start <= made.size() && made.size() - start >= sizeof table) std::memcpy(&table, made.data() + start, sizeof table);
+    std::vector<std::uint64_t> bases(std::min<std::uint32_t>(table.num_allocations, 64), ELSEWHERE + 4096);
+    std::unique_ptr<char[]> exact(new char[made.size()]), out(new char[made.size()]);
+    std::memcpy(exact.get(), made.data(), made.size());
+    int failed = pilotlight_pointers_move(exact.get(), made.size(), bases.data(), bases.size(), ELSEWHERE, ELSEWHERE_BYTES, out.get());
+    return failed ? nullptr : std::move(out);
+}
+
 class Mutator {
   public:
     explicit Mutator(std::uint64_t seed) : random_(seed) {}
@@ -235,7 +257,7 @@ int main(int count, char **arguments) {
     }
     install_fake();
     Mutator mutator(std::strtoull(arguments[1], nullptr, 10));
-    std::uint64_t mutations = std::strtoull(arguments[2], nullptr, 10), refused = 0, taken = 0, all_calls = 0;
+    std::uint64_t mutations = std::strtoull(arguments[2], nullptr, 10), refused = 0, taken = 0, all_calls = 0, all_moved = 0;
     for (std::uint64_t number = 0; number < mutations; number++) {
         const std::string &whole = wholes[mutator.below(wholes.size())];
         std::string made = mutator.mutated(whole);
@@ -244,12 +266,24 @@ int main(int count, char **arguments) {
             (prune_image(made, {"first"}, &pruned) ? refused : taken)++;
             continue;
         }
-        // In memory of just that length: one byte too far is seen.
-        std::unique_ptr<char[]> exact(new char[made.size()]);
-        std::memcpy(exact.get(), made.data(), made.size());
+        driver_calls = 0;
+        // Every other one as it is for an arena that lies elsewhere.
+        bool elsewhere_too = mutator.below(2);
+        auto exact = elsewhere_too ? moved(made) : nullptr;
+        if (driver_calls) {
+            std::fprintf(stderr, "mutation %llu: its pointers had reached the driver\n", static_cast<unsigned long long>(number));
+            return 1;
+        }
+        if (exact) {
+            made.assign(exact.get(), made.size());
+            all_moved++;
+        } else {
+            // In memory of just that length: one byte too far is seen.
+            exact.reset(new char[made.size()]);
+            std::memcpy(exact.get(), made.data(), made.size());
+        }
         Header header{};
         std::memcpy(&header, made.data(), std::min(made.size(), sizeof header));
-        driver_calls = 0;
         Archive *archive = nullptr;
         std::uint64_t num_graphs = 0;
         if (pilotlight_archive_open(nullptr, exact.get(), made.size(), header.arena_address, &archive, &num_graphs)) {
@@ -279,8 +313,8 @@ int main(int count, char **arguments) {
         taken++;
         all_calls += driver_calls;
     }
-    std::printf("{\"mutations\": %llu, \"refused\": %llu, \"taken\": %llu, \"driver_calls\": %llu}\n", static_cast<unsigned long long>(mutations),
-                static_cast<unsigned long long>(refused), static_cast<unsigned long long>(taken),
+    std::printf("{\"mutations\": %llu, \"refused\": %llu, \"taken\": %llu, \"moved\": %llu, \"driver_calls\": %llu}\n", static_cast<unsigned long long>(mutations),
+                static_cast<unsigned long long>(refused), static_cast<unsigned long long>(taken), static_cast<unsigned long long>(all_moved),
                 static_cast<unsigned long long>(all_calls));
     return 0;
 }

@@ -14,6 +14,13 @@ from tempfile import TemporaryDirectory
 from graph_archives import ImageMaker, archive, archive_of_all_kinds
 
 from pilotlight.native.building import SOURCES, compiler
+from pilotlight.native.pointers import (
+    PointerTable,
+    RecordedAllocation,
+    Word,
+    nodes_of,
+    with_pointers,
+)
 
 HARNESS = Path(__file__).with_suffix(".cpp")
 PARTS = (
@@ -24,6 +31,7 @@ PARTS = (
     "images",
     "kernels",
     "launch_list",
+    "pointers",
     "prune",
     "rebuild",
 )
@@ -67,6 +75,19 @@ def compile_fuzzer(
     raise RuntimeError(refused)
 
 
+def archive_with_pointers() -> bytes:
+    """One of all kinds that says what its first words are addresses of, with contents of some."""
+    whole = archive_of_all_kinds()
+    nodes = list(nodes_of(whole))
+    words = [Word(node.place, number % 3, 8 * number) for number, node in enumerate(nodes)]
+    allocations = (
+        RecordedAllocation(0x6000_0000_1000, 4096),
+        RecordedAllocation(0x6000_0000_2000, 4096, 1, 2, kind=1),
+        RecordedAllocation(0x6000_0000_2000, 4096, 3, kind=2, contents=bytes(4096)),
+    )
+    return with_pointers(whole, PointerTable(allocations, (1, 2, 256), tuple(words)))
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     if done.returncode != 0:
@@ -87,7 +108,12 @@ def fuzz(program: Path, folder: Path, seed: int, mutations: int) -> dict[str, in
     """
     files: list[str] = []
     for number, whole in enumerate(
-        (archive(), archive_of_all_kinds(), ImageMaker(["first", "second"]).image())
+        (
+            archive(),
+            archive_of_all_kinds(),
+            archive_with_pointers(),
+            ImageMaker(["first", "second"]).image(),
+        )
     ):
         file = folder / f"whole-{number}"
         file.write_bytes(whole)

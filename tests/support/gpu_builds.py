@@ -10,6 +10,7 @@ from typing import Any
 from pool_files import PoolFile
 
 from pilotlight.common.messages.artifacts import ClaimedBuild
+from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.nvml import list_gpus
 from pilotlight.policy.cluster import DeviceKind
@@ -54,7 +55,9 @@ def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
     uuid = list_gpus()[index].uuid
     source: Any = FileSource(pool)
 
-    def make(*, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
+    def make(
+        *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+    ) -> BuildSession:
         options = ChildOptions(
             threads=2,
             log_path=log_path,
@@ -63,6 +66,7 @@ def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
             device_bytes=ROOM_BYTES,
             record_images=record_images,
             note_kernels=note_kernels,
+            witness=witness,
         )
         return BuildSession(ProcessEngine(options), source, WorkerId("worker-1"))
 
@@ -86,4 +90,4 @@ async def built(make_session: MakeSession, pool: PoolFile) -> Built:
         return None
 
     async with asyncio.timeout(BUILD_S):
-        return await build(claimed, make_session, told, graphs=True)
+        return await build(claimed, make_session, told, GraphWays())

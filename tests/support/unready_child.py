@@ -21,15 +21,15 @@ from pilotlight.worker.engine_child import warmup as child_warmup
 open_device = child_device.open_device
 
 
-def open_slowly(*arguments: Any) -> Any:
+def open_slowly(*arguments: Any, **settings: Any) -> Any:
     folder = Path(os.environ["UNREADY_DIR"])
     (folder / str(os.getpid())).touch()
     if (folder / "hang").exists():
         threading.Event().wait()
-    return open_device(*arguments)
+    return open_device(*arguments, **settings)
 
 
-def fail(*arguments: Any) -> NoReturn:
+def fail(*arguments: Any, **settings: Any) -> NoReturn:
     atexit.register(threading.Event().wait)
     raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 

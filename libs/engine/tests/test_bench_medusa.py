@@ -16,6 +16,9 @@ import json, sys
 way, shape, folder = sys.argv[1:4]
 if way == "record":
     open(f"{folder}/{shape}.kernels", "w").close()
+if way in ("witness", "pointers"):
+    suffix = "witness" if way == "witness" else "pointers.json"
+    open(f"{folder}/{shape}.{suffix}", "w").close()
 if (way, shape) == ("plain", "yi-9b"):
     raise SystemExit(3)
 print("what an engine prints")
@@ -36,6 +39,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     job = tmp_path / "job.py"
     job.write_text(JOB)
     monkeypatch.setattr(medusa, "JOB", job)
+    monkeypatch.setattr(medusa, "POINTERS", job)
 
     def run(shapes: list[str], ways: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
         arguments = [
@@ -79,6 +83,27 @@ def test_what_others_need_is_recorded_first_and_rows_that_are_there_stay(
     assert said.splitlines()[-1] == "yi-6b: 0.50 s, and 1.00 s without materialization"
     more, _ = measure(["yi-6b"], ["ours", "plain", "plain-cold"], capsys)
     assert more == [*rows, ("plain-cold", "yi-6b")]
+
+
+def test_medusas_way_is_recorded_at_two_places_first(
+    measure: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, _ = measure(["yi-6b"], ["vllm", "medusa"], capsys)
+    assert [way for way, _ in rows] == ["witness", "pointers", "medusa"]
+
+
+def test_medusas_way_uses_what_was_recorded_before(tmp_path: Path) -> None:
+    import medusa
+
+    run = medusa.Run(tmp_path, tmp_path / "lines", "", 60.0)
+    (tmp_path / "yi-6b.witness").touch()
+    assert run.ways_of("yi-6b", ["medusa"]) == ["pointers", "medusa"]
+    (tmp_path / "yi-6b.pointers.json").touch()
+    assert run.ways_of("yi-6b", ["medusa"]) == ["medusa"]
+    assert run.ways_of("yi-6b", ["pointers"]) == ["pointers"]
+    before, (script, way, *_) = medusa.TRACED[:2], run._job("medusa", "yi-6b")[0][1:]
+    assert before == ("witness", "pointers")
+    assert (Path(script).name, way) == ("medusa_pointers.py", "medusa")
 
 
 def test_what_fails_and_what_there_is_no_interpreter_for_is_told(

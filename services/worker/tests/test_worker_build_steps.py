@@ -15,6 +15,7 @@ from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.engine import EngineUp
 from pilotlight.common.messages.graphs import (
     GraphsRecorded,
+    GraphWays,
     KernelsRecorded,
     Precomputed,
     StageGraphs,
@@ -86,6 +87,7 @@ class Session:
         engines = self.engines
         assert bool(record) == self.record_images
         self.precomputed = precomputed or Precomputed()
+        engines.told.append(self.precomputed.ways)
         assert bool(self.precomputed.record_kernels) == self.note_kernels
         if self.precomputed.record_kernels:
             _write(self.precomputed.record_kernels, engines.writes_kernels)
@@ -97,7 +99,12 @@ class Session:
             if engines.fails is not None:
                 raise engines.fails
             _write(record, engines.writes)
-            self.recorded = engines.recorded
+            seen = (
+                self.precomputed.ways.pointers == "indirect" and not self.precomputed.ways.witness
+            )
+            self.recorded = (engines.witnessed if seen else None) or engines.recorded
+            if path := self.precomputed.ways.witness:
+                engines.read.append(_read(path))
         if graphs:
             engines.read.append(_read(graphs))
             self.graphs = engines.restored
@@ -135,6 +142,13 @@ class Engines:
     def __init__(self) -> None:
         self.open = 0
         self.graphs = True
+        self.ways = GraphWays()
+        self.witnesses: list[bool] = []
+        """Of each engine, whether its arena is elsewhere."""
+        self.told: list[GraphWays] = []
+        """What each was told of ways."""
+        self.witnessed: GraphsRecorded | None = None
+        """What the first recording comes to, where it is another than the second."""
         self.batches: list[tuple[int, ...]] = []
         self.kernels_read: list[bytes] = []
         self.writes_kernels = KERNELS
@@ -151,8 +165,11 @@ class Engines:
         self.fails: PilotlightError | None = None
         self.proof_fails: PilotlightError | None = None
 
-    def session(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
+    def session(
+        self, *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+    ) -> BuildSession:
         self.open += 1
+        self.witnesses.append(witness)
         return cast("BuildSession", Session(self, record_images, note_kernels))
 
     async def build(self, model: Model) -> tuple[Built, Artifact]:
@@ -164,7 +181,7 @@ class Engines:
         async def told(step: str, share: float) -> None:
             steps.append((step, share))
 
-        built = await build(claimed, self.session, told, graphs=self.graphs)
+        built = await build(claimed, self.session, told, self.ways if self.graphs else None)
         assert self.open == 0, "every engine was ended"
         return built, decode_json(built.manifest, Artifact)
 
@@ -177,6 +194,31 @@ async def test_graphs_are_recorded_in_one_engine_and_proved_in_another(model: Mo
     assert built.archives == {BLOB.digest: ARCHIVE, KERNELS_BLOB.digest: KERNELS}
     assert (artifact.graphs, artifact.graphs_refused) == (LAYOUT, "")
     assert artifact.blobs == (KERNELS_BLOB, BLOB)
+
+
+async def test_what_addresses_point_to_is_told_by_two_engines(model: Model) -> None:
+    """The first one's arena is elsewhere; the second one reads what it recorded."""
+    engines = Engines()
+    engines.ways = GraphWays(pointers="indirect", kernels="symbol")
+    built, artifact = await engines.build(model)
+    assert engines.loads == ["plain", "record", "record", "graphs kernels"]
+    assert engines.witnesses == [False, True, False, False]
+    assert engines.read == [ARCHIVE, ARCHIVE]
+    usual, first, second, proved = engines.told
+    assert usual == GraphWays()
+    assert first == proved == engines.ways
+    assert second.witness != ""
+    assert (artifact.graphs, artifact.graphs_refused) == (LAYOUT, "")
+    assert built.archives.keys() == {BLOB.digest, KERNELS_BLOB.digest}, "the witness is nobody's"
+
+
+async def test_without_a_witness_nothing_is_recorded_by_its_name(model: Model) -> None:
+    engines = Engines()
+    engines.ways = GraphWays(pointers="indirect")
+    engines.witnessed = GraphsRecorded(refused="varies", message="other bits")
+    _, artifact = await engines.build(model)
+    assert engines.loads == ["plain", "record", "kernels"]
+    assert (artifact.graphs, artifact.graphs_refused) == (None, "varies")
 
 
 async def test_an_artifact_has_no_graphs_unless_they_are_wanted(model: Model) -> None:

@@ -5,10 +5,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
-from pilotlight.native.library import Library, NativeError, library, out
+from pilotlight.native.library import MISUSED, Library, NativeError, library, out
 
 LIBCUDA = "libcuda.so.1"
+MOST_EVENTS = 4096
+"""As many segments of a pool are known that were taken or given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,14 @@ class DeviceArena:
             self.pointer = 0
 
 
+class SegmentEvent(NamedTuple):
+    """A segment of a pool was taken, or given back."""
+
+    taken: bool
+    address: int
+    num_bytes: int
+
+
 class Pool:
     """A region of an arena that torch's allocator takes segments from.
 
@@ -308,6 +319,35 @@ class Pool:
         """
         return self._state()[1:]
 
+    @property
+    def events(self) -> tuple[SegmentEvent, ...]:
+        """Every segment that it has given or got back, in order.
+
+        Raises:
+            NativeError: there were more than are kept.
+        """
+        pointer, count = out(c_uint64)
+        found = (c_uint64 * (3 * MOST_EVENTS))()
+        self._library.call("pool_events", self.number, found, MOST_EVENTS, pointer)
+        if count() > MOST_EVENTS:
+            raise NativeError(MISUSED, f"of {count()} segments not all are known any more")
+        rows = (tuple(found[3 * row : 3 * row + 3]) for row in range(count()))
+        return tuple(SegmentEvent(bool(taken), at, num_bytes) for taken, at, num_bytes in rows)
+
+    def take(self, num_bytes: int) -> int:
+        """A segment, as torch would have it; its address. For any thread.
+
+        Raises:
+            NativeError: there are no addresses for it, or no memory (``OutOfMemory``).
+        """
+        pointer, address = out(c_uint64)
+        self._library.call("pool_take", self.number, num_bytes, pointer)
+        return address()
+
+    def give(self, address: int) -> None:
+        """Gives a segment back that was taken, when the device is through with it."""
+        self._library.get("pool_free", address, 0, 0, None)
+
     def _state(self) -> tuple[int, int, int]:
         (mapped, mapped_bytes), (count, allocations), (digest, sequence_hash) = (
             out(c_uint64),
@@ -332,4 +372,4 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [c_void_p, ctypes.c_char_p, c_void_p]
 
-__all__ = ["LIBCUDA", "Device", "DeviceArena", "DriverCalls", "NativeError", "Pool"]
+__all__ = ["LIBCUDA", "Device", "DeviceArena", "DriverCalls", "NativeError", "Pool", "SegmentEvent"]

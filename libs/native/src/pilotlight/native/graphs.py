@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pilotlight.native.device import Device, DeviceArena
-from pilotlight.native.library import NativeError, library, out
+from pilotlight.native.library import MISUSED, NativeError, library, out
 
 PARTS = ("images", "nodes", "instantiate", "upload")
 """Of restoring a graph."""
@@ -39,6 +39,16 @@ class GraphDump:
     ones alone, or said other things of them."""
     params_unknown: int = 0
     """Kernels of which the driver says no parameters when their image is loaded again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What an archive took of the kernels that a process has loaded."""
+
+    taken: int
+    missing: tuple[str, ...]
+    """Names of those that come from their images: they are not there, or others have their name, or
+    the one that has it takes other parameters."""
 
 
 def cupti_path() -> str:
@@ -210,6 +220,28 @@ class GraphArchive:
         parts = (c_uint64 * len(PARTS))()
         self._library.get("archive_spent", self._pointer, parts)
         return {name: ns / 1e6 for name, ns in zip(PARTS, parts, strict=True)}
+
+    def offer(self, loaded: Mapping[str, Sequence[int]]) -> Offered:
+        """Gives it kernels that this process has loaded, in the place of their images; before the
+        first graph is loaded.
+
+        Args:
+            loaded: the driver's handles by name. Of two with one name none is taken: nobody says
+                which is meant.
+        """
+        names: list[str] = []
+        while name := self._library.text("archive_kernel", self._pointer, len(names)):
+            names.append(name)
+        missing: list[str] = []
+        for number, name in enumerate(names):
+            handles = loaded.get(name, ())
+            try:
+                if len(handles) != 1 or names.count(name) != 1:
+                    raise NativeError(MISUSED, f"{len(handles)} kernels have the name {name}")
+                self._library.call("archive_offer", self._pointer, number, handles[0])
+            except NativeError:
+                missing.append(name)
+        return Offered(len(names) - len(missing), tuple(missing))
 
     def load(self, tag: int) -> None:
         """Loads the images that a graph needs; no memory of the arena is needed yet.

@@ -47,6 +47,8 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "pool_close": (c_int, (c_int,)),
     "pool_select": (c_int, (c_int,)),
     "pool_state": (c_int, (c_int, _U64, _U64, _U64)),
+    "pool_events": (c_int, (c_int, _U64, c_uint64, _U64)),
+    "pool_take": (c_int, (c_int, c_uint64, _U64)),
     "pool_malloc": (c_void_p, (ctypes.c_ssize_t, c_int, c_void_p)),
     "pool_free": (None, (c_void_p, ctypes.c_ssize_t, c_int, c_void_p)),
     "copier_open": (c_int, (c_void_p, c_uint64, c_int, c_int, c_int, POINTER(c_void_p))),
@@ -79,11 +81,14 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
             _U64,
         ),
     ),
+    "graphs_kernels": (c_int, (_U64, c_int, POINTER(c_void_p))),
     "graphs_check_node": (c_int, (c_int, c_char_p)),
     "free": (None, (c_void_p,)),
     "archive_check": (c_int, (c_char_p, c_uint64)),
     "archive_open": (c_int, (c_void_p, c_char_p, c_uint64, c_uint64, POINTER(c_void_p), _U64)),
     "archive_tag": (c_uint64, (c_void_p, c_uint32)),
+    "archive_kernel": (c_char_p, (c_void_p, c_uint32)),
+    "archive_offer": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_load": (c_int, (c_void_p, c_uint32)),
@@ -97,6 +102,11 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_walk": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_prove": (c_int, (c_void_p, c_char_p, c_uint64, POINTER(c_void_p))),
     "archive_close": (None, (c_void_p,)),
+    "pointers_check": (c_int, (c_char_p, c_uint64)),
+    "pointers_move": (
+        c_int,
+        (c_char_p, c_uint64, _U64, c_uint32, c_uint64, c_uint64, c_char_p),
+    ),
     "read_open": (
         c_int,
         (
@@ -202,6 +212,11 @@ class Library:
         """Calls a function that returns a number or a pointer; 0 for a null pointer."""
         value = self._functions[name](*arguments)
         return value if isinstance(value, int) else 0
+
+    def text(self, name: str, *arguments: object) -> str:
+        """Calls a function that returns text; empty for a null pointer."""
+        value = self._functions[name](*arguments)
+        return value.decode(errors="replace") if isinstance(value, bytes) else ""
 
 
 def cache_folder() -> Path:

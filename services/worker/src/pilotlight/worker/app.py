@@ -25,7 +25,7 @@ from pilotlight.worker.core import StartSteps, WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
 from pilotlight.worker.engines.child_process import ChildAhead
 from pilotlight.worker.engines.client import EngineClient
-from pilotlight.worker.engines.options import child_options, cuda_device, worker_name
+from pilotlight.worker.engines.options import child_options, cuda_device, graph_ways, worker_name
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.sim import SimEngine
 from pilotlight.worker.engines.spare import Spare
@@ -160,6 +160,7 @@ class _Builder:
             key,
             graphs=settings.artifact_graphs,
             launch_lists=settings.launch_lists,
+            ways=graph_ways(settings),
         )
         loader = StageLoader(core, source, context.settings.pool_path, artifacts)
         groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)
@@ -183,8 +184,10 @@ class _Builder:
             faults="",
         )
 
-        def make_engine(*, record_images: bool, note_kernels: bool) -> EngineClient:
-            made_for = replace(options, record_images=record_images, note_kernels=note_kernels)
+        def make_engine(*, record_images: bool, note_kernels: bool, witness: bool) -> EngineClient:
+            made_for = replace(
+                options, record_images=record_images, note_kernels=note_kernels, witness=witness
+            )
             return ProcessEngine(made_for, clock=context.clock)
 
         return Builds(
@@ -196,6 +199,7 @@ class _Builder:
             context.store,
             context.settings.build_idle_s,
             graphs=context.settings.artifact_graphs,
+            ways=graph_ways(context.settings),
         )
 
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:

@@ -24,7 +24,7 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event, event_subject
-from pilotlight.common.messages.graphs import StageGraphs, StageKernels
+from pilotlight.common.messages.graphs import GraphWays, StageGraphs, StageKernels
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
@@ -130,6 +130,8 @@ class Found:
     """The same of its compiled kernels."""
     uses: dict[int, int] = field(default_factory=dict[int, int])
     """How often steps of each size of graph ran when the model was here before."""
+    ways: GraphWays = field(default_factory=GraphWays)
+    """How its graphs are restored."""
 
 
 class Artifacts:
@@ -143,6 +145,7 @@ class Artifacts:
         *,
         graphs: bool = False,
         launch_lists: bool = False,
+        ways: GraphWays | None = None,
     ) -> None:
         """Knows of none yet.
 
@@ -152,8 +155,9 @@ class Artifacts:
             cluster_key: their signatures'; without it nothing is found, for none can be checked.
             graphs: engines restore those of artifacts, and their compiled kernels.
             launch_lists: steps do not wait for those graphs.
+            ways: how they restore graphs.
         """
-        self._with_graphs = graphs
+        self._with_graphs, self._ways = graphs, ways or GraphWays()
         self.launch_lists = launch_lists
         self._core = core
         self._store = store
@@ -196,7 +200,7 @@ class Artifacts:
         graphs, kernels = await self._files_of(hold, digest, known)
         if not (whole or graphs or kernels):
             return Found()  # all that is left is of whole models
-        return Found(known, graphs, kernels, self._uses.get(digest, {}))
+        return Found(known, graphs, kernels, self._uses.get(digest, {}), self._ways)
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""

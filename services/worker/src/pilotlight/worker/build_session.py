@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pilotlight.common.errors import EngineFailed, error_of
 from pilotlight.common.messages.engine import (
@@ -237,3 +238,13 @@ def _note(step: StepDone, outcome: Outcome) -> set[str]:
         if one.finish is not None:
             ended.add(one.request_id)
     return ended
+
+
+class MakeSession(Protocol):
+    """Makes an engine for one step of a build, not started."""
+
+    def __call__(
+        self, *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+    ) -> BuildSession:
+        """See ``ChildOptions``; the engine is slower with images."""
+        ...

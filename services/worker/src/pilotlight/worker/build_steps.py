@@ -5,8 +5,8 @@ where the device has any, and the proof of all in a last one.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Protocol
 
+import msgspec
 import structlog
 
 from pilotlight.common.errors import EngineFailed, PilotlightError, RestoreFailed
@@ -14,6 +14,7 @@ from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.graphs import (
     GraphsRecorded,
+    GraphWays,
     KernelsRecorded,
     Precomputed,
     StageKernels,
@@ -34,7 +35,7 @@ from pilotlight.policy.materialized import (
     Profile,
 )
 from pilotlight.policy.model import Model
-from pilotlight.worker.build_session import BuildSession, Outcome
+from pilotlight.worker.build_session import BuildSession, MakeSession, Outcome
 from pilotlight.worker.build_tour import tour
 from pilotlight.worker.graph_files import GraphFile, WrongArchive
 
@@ -46,18 +47,12 @@ BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (16, 256)
 """Of decode steps."""
 DECODE_TOKENS = 8
+WITNESS = "witness"
+"""A file of a build that no artifact has: graphs of an engine whose arena lies elsewhere."""
 CANARY_PROMPT, CANARY_TOKENS = 12, 6
 
 Told = Callable[[str, float], Awaitable[None]]
 """A step's name, and the share of the build that is done when it begins."""
-
-
-class MakeSession(Protocol):
-    """Makes an engine for one step of a build, not started."""
-
-    def __call__(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
-        """See ``ChildOptions``; the engine is slower with images."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +77,7 @@ class _Files:
     """The archives of one build, where its engines can read and write them."""
 
     def __init__(self) -> None:
-        self._files = {kind: GraphFile() for kind in (COMPILE_CACHE, GRAPHS)}
+        self._files = {kind: GraphFile() for kind in (COMPILE_CACHE, GRAPHS, WITNESS)}
         self.archives: dict[Digest, bytes] = {}
 
     def path(self, kind: str) -> str:
@@ -118,6 +113,7 @@ class _Build:
     make_session: MakeSession
     told: Told
     files: _Files
+    ways: GraphWays
 
 
 def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
@@ -126,7 +122,7 @@ def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
 
 
 async def build(
-    claimed: ClaimedBuild, make_session: MakeSession, told: Told, *, graphs: bool = False
+    claimed: ClaimedBuild, make_session: MakeSession, told: Told, ways: GraphWays | None = None
 ) -> Built:
     """A model's artifact.
 
@@ -134,18 +130,20 @@ async def build(
         claimed: the model, and the environment.
         make_session: makes an engine, not started.
         told: is told what comes next.
-        graphs: it has some, and compiled kernels, if the device has any.
+        ways: how its graphs are recorded and proved, which it has with compiled kernels if the
+            device has any; None: it has neither.
 
     Raises:
         RestoreFailed: the second engine does not compute what the first one did.
         PilotlightError: it cannot be built.
     """
     on_gpu = claimed.fingerprint.environment.device_kind is DeviceKind.CUDA
+    graphs = ways is not None and on_gpu
     files = _Files()
-    work = _Build(claimed.model, make_session, told, files)
+    work = _Build(claimed.model, make_session, told, files, ways or GraphWays())
     try:
-        artifact = await _first(work, claimed, kernels=graphs and on_gpu)
-        if graphs and on_gpu:
+        artifact = await _first(work, claimed, kernels=graphs)
+        if graphs:
             await told("graphs", 0.72)
             artifact = await _with_graphs(work, artifact)
         return await _finished(work, artifact)
@@ -209,21 +207,43 @@ async def _with_graphs(work: _Build, artifact: Artifact) -> Artifact:
     their way.
     """
     try:
-        session = work.make_session(record_images=True)
-        try:
-            await session.start()
-            await session.load(
-                work.model, artifact.layout.device_bytes, record=work.files.path(GRAPHS)
-            )
-        finally:
-            await session.close()
-        blob = work.files.written(session.recorded, GRAPHS)
+        ways = work.ways
+        if ways.pointers == "indirect":
+            seen = await _record(work, artifact, WITNESS, ways)
+            if seen is None or seen.blob is None:
+                field = seen.refused if seen is not None else "engine"
+                raise LeftOut(GRAPHS, field, f"the witness recorded nothing: {seen}")
+            ways = msgspec.structs.replace(ways, witness=work.files.path(WITNESS))
+        recorded = await _record(work, artifact, GRAPHS, ways)
+        blob = work.files.written(recorded, GRAPHS)
     except LeftOut as left_out:
         return _without(artifact, left_out)
     except PilotlightError as error:
         return _without(artifact, LeftOut(GRAPHS, error.code, error.message))
-    assert session.recorded is not None
-    return replace(artifact, blobs=(*artifact.blobs, blob), graphs=session.recorded.layout)
+    assert recorded is not None
+    return replace(artifact, blobs=(*artifact.blobs, blob), graphs=recorded.layout)
+
+
+async def _record(
+    work: _Build, artifact: Artifact, kind: str, ways: GraphWays
+) -> GraphsRecorded | None:
+    """What an engine of its own records, into a file of the build.
+
+    Raises:
+        PilotlightError: it does not.
+    """
+    session = work.make_session(record_images=True, witness=kind == WITNESS)
+    try:
+        await session.start()
+        await session.load(
+            work.model,
+            artifact.layout.device_bytes,
+            record=work.files.path(kind),
+            precomputed=Precomputed(ways=ways),
+        )
+    finally:
+        await session.close()
+    return session.recorded
 
 
 def _without(artifact: Artifact, left_out: LeftOut) -> Artifact:
@@ -276,7 +296,7 @@ async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
     session = work.make_session()
     graphs = work.files.path(GRAPHS) if artifact.graphs is not None else ""
     kernels = work.files.path(COMPILE_CACHE) if artifact.compiled is not None else ""
-    precomputed = Precomputed(kernels=kernels, only=bool(kernels))
+    precomputed = Precomputed(kernels=kernels, only=bool(kernels), ways=work.ways)
     try:
         await session.start()
         room_tokens = await session.load(

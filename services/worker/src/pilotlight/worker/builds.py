@@ -38,6 +38,7 @@ from pilotlight.common.messages.artifacts import (
     FinishBuild,
     ReportBuild,
 )
+from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import Backoff, Wake, cancel_all, pause
 from pilotlight.policy.cluster import HeldState
@@ -64,7 +65,7 @@ BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 class MakeEngine(Protocol):
     """Makes an engine, not started."""
 
-    def __call__(self, *, record_images: bool, note_kernels: bool) -> EngineClient:
+    def __call__(self, *, record_images: bool, note_kernels: bool, witness: bool) -> EngineClient:
         """See ``ChildOptions``."""
         ...
 
@@ -83,6 +84,7 @@ class Builds:
         idle_s: float,
         *,
         graphs: bool = False,
+        ways: GraphWays | None = None,
     ) -> None:
         """Builds nothing yet.
 
@@ -95,7 +97,9 @@ class Builds:
             store: takes what was built.
             idle_s: without demand, before a build is looked for.
             graphs: artifacts for GPUs are to have some.
+            ways: how those are recorded and restored.
         """
+        self._ways = ways or GraphWays()
         self._core = core
         self._held = held
         self._source = source
@@ -237,15 +241,20 @@ class Builds:
     async def _built(self, claimed: ClaimedBuild, progress: "_Progress") -> Built:
         if self._kept is not None and self._keeps(claimed):
             return self._kept[1]
-        made = await build(claimed, self._session, progress.tell, graphs=self._graphs)
+        ways = self._ways if self._graphs else None
+        made = await build(claimed, self._session, progress.tell, ways)
         self._kept = claimed.fingerprint.digest, made
         return made
 
     def _keeps(self, claimed: ClaimedBuild) -> bool:
         return self._kept is not None and self._kept[0] == claimed.fingerprint.digest
 
-    def _session(self, *, record_images: bool = False, note_kernels: bool = False) -> BuildSession:
-        self._engine = self._make_engine(record_images=record_images, note_kernels=note_kernels)
+    def _session(
+        self, *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+    ) -> BuildSession:
+        self._engine = self._make_engine(
+            record_images=record_images, note_kernels=note_kernels, witness=witness
+        )
         return BuildSession(self._engine, self._source, self._core.worker_id)
 
     async def _kill(self) -> None:

@@ -293,6 +293,7 @@ class StageLoader:
                 kernels=found.kernels,
                 uses=found.uses,
                 launch_lists=self._artifacts is not None and self._artifacts.launch_lists,
+                ways=found.ways,
             ),
         )
         await self._core.engine.load_stage(load, sent)

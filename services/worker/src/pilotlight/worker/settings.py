@@ -85,6 +85,16 @@ class WorkerSettings(ServiceSettings):
         description="Where graphs are restored, a step whose kernels are loaded and whose graph is not ready is launched kernel by "
         "kernel. Off: it waits for its graph; no GPU has run it yet.",
     )
+    graph_pointers: Literal["addresses", "indirect"] = Field(
+        "addresses",
+        description="How graphs in artifacts know their memory: by its addresses, or by what their addresses point to, for which a "
+        "build records twice. For measurements; indirect: not yet run on a GPU.",
+    )
+    graph_kernels: Literal["images", "symbol", "trigger"] = Field(
+        "images",
+        description="Where kernels of restored graphs come from: images in the artifact, symbols of libraries, or modules that the "
+        "first layer loads. For measurements; others than images: not yet run on a GPU.",
+    )
     builds: bool = Field(
         True,
         description="Build artifacts of models, in an engine process of its own, while there is no demand. Needs the secret `cluster-key`.",

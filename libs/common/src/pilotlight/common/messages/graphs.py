@@ -5,11 +5,27 @@ Archives do not go through frames. The worker makes a file that nobody else can 
 (``worker.graph_files``) and says where it is.
 """
 
+from typing import Literal
+
 import msgspec
 
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.materialized import Blob, CompiledFor, GraphLayout
+
+
+class GraphWays(Message, frozen=True, kw_only=True):
+    """How graphs are recorded and restored: two ways that are there to be compared, and the usual
+    ones.
+    """
+
+    pointers: Literal["addresses", "indirect"] = "addresses"
+    """Parameters are restored as they are, or by what their addresses point to."""
+    kernels: Literal["images", "symbol", "trigger"] = "images"
+    """Where those of restored graphs come from; from images, what cannot be had otherwise."""
+    witness: str = ""
+    """Where the archive of a process is that recorded the same graphs with its arena elsewhere;
+    empty: this recording is to be one."""
 
 
 class Precomputed(Message, frozen=True, kw_only=True):
@@ -26,6 +42,7 @@ class Precomputed(Message, frozen=True, kw_only=True):
     """How often steps of each size of graph ran when the model was here before."""
     launch_lists: bool = False
     """A step whose kernels are loaded does not wait for its graph."""
+    ways: GraphWays = GraphWays()
 
 
 class KernelsRecorded(Message, frozen=True, kw_only=True):

@@ -31,6 +31,9 @@ NUM_SLOTS = SLOTS
 ADDRESSES = (0x6000_0000_0000, 0x5000_0000_0000, 0x4000_0000_0000, 0x3000_0000_0000)
 """Where arenas are: the first is the one that artifacts are made for, the others are for processes
 where something else is there."""
+WITNESS_ADDRESSES = (0x51A3_4640_0000, 0x41A3_4640_0000)
+"""Where the arena of a process is that witnesses what another one records: the distance is no power
+of two, as differences of other words often are."""
 POOL_BYTES = 16 << 30
 """Addresses of a slot's graph pool."""
 STEPS_BYTES = 1 << 30

@@ -86,6 +86,32 @@ def check_layout(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """What graphs are to fit."""
+
+    layout: GraphLayout
+    """Of the graphs."""
+    memory: StageMemory
+    scratch: Scratch
+    """The slot's."""
+    steps: StageSteps
+    later: bool
+    """The stage need not be a whole model yet."""
+
+
+Fit = Callable[[Fitting], Tensor | None]
+"""Looks whether graphs fit a stage, and takes what they need of the graph pool; gives what keeps
+torch from giving that to anything else, or raises ``GraphsRefused``."""
+
+
+def fitted(fitting: Fitting) -> Tensor | None:
+    """A ``Fit``, of graphs that know everything by its address."""
+    memory, steps = fitting.memory, fitting.steps
+    check_layout(fitting.layout, memory, steps, later=fitting.later)
+    return reserve(fitting.layout, memory, fitting.scratch, steps)
+
+
 def reserve(
     layout: GraphLayout, memory: StageMemory, scratch: Scratch, steps: StageSteps
 ) -> Tensor | None:

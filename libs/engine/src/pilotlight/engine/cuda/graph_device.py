@@ -1,6 +1,6 @@
 """Graphs of an archive, on a device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from pilotlight.native.graphs import GraphArchive
 from pilotlight.native.library import OutOfMemory
 
 log = structlog.get_logger()
+
+LoadedKernels = Callable[[], Mapping[str, Sequence[int]]]
+"""Gives kernels that this process has loaded, by name (``native.handles``)."""
 
 
 class GraphDevice(Protocol):
@@ -85,8 +88,15 @@ class GraphDevice(Protocol):
 class ArchiveOnDevice:
     """A ``GraphDevice``, by the driver."""
 
-    def __init__(self, memory: StageMemory, archive: bytes) -> None:
+    def __init__(
+        self, memory: StageMemory, archive: bytes, kernels: LoadedKernels | None = None
+    ) -> None:
         """Reads the archive.
+
+        Args:
+            memory: the stage's.
+            archive: the graphs.
+            kernels: gives those that stand for the archive's images; None: none do.
 
         Raises:
             AddressTaken: the arena lies elsewhere than the one that the graphs were made for.
@@ -97,6 +107,15 @@ class ArchiveOnDevice:
         self._device = arena.device
         self._memory = memory
         self._archive = GraphArchive(arena.native, archive, arena.native_arena)
+        if kernels is not None:
+            offered = self._archive.offer(kernels())
+            log.info(
+                "kernels offered",
+                action="kernels_offered",
+                taken=offered.taken,
+                from_images=len(offered.missing),
+                first_from_image=next(iter(offered.missing), ""),
+            )
         self._uploads = torch.cuda.Stream(arena.device)
         self._known: list[tuple[int, int]] = []
 

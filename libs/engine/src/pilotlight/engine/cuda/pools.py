@@ -38,6 +38,11 @@ class TorchPool:
         """How many segments torch took so far, and a hash over their lengths and places."""
         return self._pool.sequence
 
+    @property
+    def memory(self) -> Pool:
+        """Where torch's segments come from."""
+        return self._pool
+
     @contextmanager
     def selected(self) -> Generator[None]:
         """Within it, segments that torch takes for this pool come from its region.

@@ -24,13 +24,7 @@ from torch import Tensor
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
-from pilotlight.engine.cuda.fitting import (
-    GraphsRefused,
-    RestoreNews,
-    check_layout,
-    opened,
-    reserve,
-)
+from pilotlight.engine.cuda.fitting import Fit, Fitting, GraphsRefused, RestoreNews, fitted, opened
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
 from pilotlight.engine.cuda.launch_lists import LaunchLists, require_trial
@@ -77,6 +71,7 @@ class RestoredGraphs:
         read: Callable[[], bytes],
         *,
         open_archive: Callable[[StageMemory, bytes], GraphDevice] = ArchiveOnDevice,
+        fit: Fit = fitted,
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
@@ -91,6 +86,7 @@ class RestoredGraphs:
             recorded: where the graphs expect everything.
             read: gives the archive, or raises ``GraphsRefused``; called by the thread.
             open_archive: reads an archive on the device that a stage's memory is on.
+            fit: takes what its graphs need, or refuses them.
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
             rest_s: see ``REST_S``.
@@ -103,7 +99,7 @@ class RestoredGraphs:
         self._recorded = recorded.digests
         self._layout = recorded
         self._read = read
-        self._open = open_archive
+        self._open, self._fit = open_archive, fit
         self._capture = capture
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
@@ -167,8 +163,8 @@ class RestoredGraphs:
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            check_layout(self._layout, self._memory, steps, later=self._later)
-            self._rest = reserve(self._layout, self._memory, self._scratch, steps)
+            stage = Fitting(self._layout, self._memory, self._scratch, steps, self._later)
+            self._rest = self._fit(stage)
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
@@ -234,7 +230,9 @@ class RestoredGraphs:
             return
         self.lists.stop()
         for size in self._recorded:
-            self._memory.graph_pool_bytes(self._layout.pool_bytes).fill_(POISON)
+            # Graphs that may lie elsewhere take their memory as they are made.
+            held = self._scratch.graphs.mapped_bytes if self._scratch is not None else 0
+            self._memory.graph_pool_bytes(min(held, self._layout.pool_bytes)).fill_(POISON)
             self._steps.trial(size)
 
     def close(self) -> None:

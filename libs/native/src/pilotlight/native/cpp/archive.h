@@ -16,7 +16,8 @@ constexpr std::uint32_t NO_IMAGE = ~std::uint32_t(0);
 
 struct Header {
     char magic[8];
-    std::uint32_t num_images, num_kernels, num_graphs, reserved;
+    std::uint32_t num_images, num_kernels, num_graphs;
+    std::uint32_t pointers;  // where the table of addresses is (pointers.h), in units of 16 bytes; 0: there is none
     std::uint64_t images, kernels, graphs, total_bytes, arena_address, arena_bytes;
 };
 

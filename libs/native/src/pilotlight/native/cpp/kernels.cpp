@@ -49,6 +49,23 @@ std::string layout_text(const std::uint32_t *params, std::size_t count) {
     return text.empty() ? "none" : text;
 }
 
+int adopt_kernel(CUfunction loaded, const char *name, const KernelEntry &recorded, const std::uint32_t *layout, bool *silent) {
+    // The driver reads as many parameters as the kernel has, from wherever it is told.
+    KernelForm wanted, form = form_of(loaded);
+    wanted.params.assign(layout, layout + 2 * recorded.num_params);
+    *silent = is_silent(wanted, form);
+    if (!*silent && form.params != wanted.params)
+        return fail(MISUSED, std::string("the kernel ") + name + " takes parameters " + layout_text(form.params.data(), form.params.size() / 2) +
+                                 " as loaded, and " + layout_text(layout, recorded.num_params) + " were recorded");
+    const std::pair<int, std::int32_t> settings[] = {{FUNC_MAX_DYNAMIC_SHARED_BYTES, recorded.max_dynamic_shared},
+                                                     {FUNC_CARVEOUT, recorded.carveout},
+                                                     {FUNC_NON_PORTABLE_CLUSTER, recorded.non_portable_cluster},
+                                                     {FUNC_CLUSTER_POLICY, recorded.cluster_policy}};
+    for (auto [id, value] : settings)
+        if (value > 0 || (id == FUNC_CARVEOUT && value == 0)) PILOTLIGHT_TRY(graph_driver().func_set_attribute(loaded, id, value));
+    return OK;
+}
+
 std::string difference(const KernelForm &wanted, const KernelForm &found) {
     std::string text = number_text("threads at most", wanted.max_threads, found.max_threads) +
                        number_text("registers", wanted.registers, found.registers) +

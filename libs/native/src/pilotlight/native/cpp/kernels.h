@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "archive.h"
 #include "graph_api.h"
 
 namespace pilotlight {
@@ -26,6 +27,9 @@ int load_kernel(CUmodule module, const char *name, CUfunction *function);
 
 // Whether the driver says nothing of parameters that there are: it then copies none from places, and takes them in one buffer alone.
 bool is_silent(const KernelForm &wanted, const KernelForm &found);
+
+// Allows a loaded kernel what the recorded one was allowed. MISUSED: it takes other parameters; `layout` has the recorded ones.
+int adopt_kernel(CUfunction loaded, const char *name, const KernelEntry &recorded, const std::uint32_t *layout, bool *silent);
 
 // "0+8 8+8 16+4": offsets and bytes.
 std::string layout_text(const std::uint32_t *params, std::size_t count);

@@ -22,6 +22,13 @@ struct Group {
     std::map<std::uint64_t, std::weak_ptr<Physical>> chunks;  // by index
 };
 
+// A segment that was taken, or given back.
+struct Event {
+    std::uint64_t taken, address, bytes;
+};
+
+constexpr std::uint64_t MOST_EVENTS = 4096;
+
 struct Pool {
     Arena *arena;
     std::uint64_t start, stop, chunk_bytes;
@@ -30,6 +37,13 @@ struct Pool {
     std::set<std::uint64_t> mapped;                   // chunks of this pool that have memory
     std::uint64_t sequence_hash = 1469598103934665603ULL;
     std::uint64_t allocations = 0;
+    std::vector<Event> events;  // the first ones, in order
+    std::uint64_t num_events = 0;
+
+    void note(const Event &event) {
+        // A pool for eager work lives as long as its process.
+        if (num_events++ < MOST_EVENTS) events.push_back(event);
+    }
 };
 
 std::recursive_mutex pools_lock;
@@ -153,31 +167,58 @@ PILOTLIGHT_EXPORT int pilotlight_pool_state(int number, std::uint64_t *mapped_by
     return OK;
 }
 
-// Two functions of the form that torch.cuda.memory.CUDAPluggableAllocator takes. Null: there is no memory, which torch reports.
-PILOTLIGHT_EXPORT void *pilotlight_pool_malloc(ssize_t size, int, CUstream) {
+// The first `most` of what was taken and given back, in order: whether it was taken, where it lies, its bytes. `*count` is how many there were;
+// of more than 4096 the first ones are known.
+PILOTLIGHT_EXPORT int pilotlight_pool_events(int number, std::uint64_t *events, std::uint64_t most, std::uint64_t *count) {
     std::lock_guard guard(pools_lock);
-    int number = selected;
-    if (size <= 0 || number < 0 || number >= static_cast<int>(pools.size()) || !pools[number]) return nullptr;
+    if (number < 0 || number >= static_cast<int>(pools.size()) || !pools[number])
+        return fail(MISUSED, "there is no pool " + std::to_string(number));
+    const std::vector<Event> &all = pools[number]->events;
+    *count = pools[number]->num_events;
+    for (std::uint64_t event = 0; event < std::min<std::uint64_t>(most, all.size()); event++) {
+        *events++ = all[event].taken;
+        *events++ = all[event].address;
+        *events++ = all[event].bytes;
+    }
+    return OK;
+}
+
+// A segment of a pool, as torch would have it.
+PILOTLIGHT_EXPORT int pilotlight_pool_take(int number, std::uint64_t size, std::uint64_t *address) {
+    std::lock_guard guard(pools_lock);
+    if (!size || number < 0 || number >= static_cast<int>(pools.size()) || !pools[number])
+        return fail(MISUSED, "there is no pool " + std::to_string(number) + ", or nothing is wanted of it");
     Pool &pool = *pools[number];
     std::uint64_t granule = pool.arena->granule;
-    std::uint64_t bytes = (static_cast<std::uint64_t>(size) + granule - 1) / granule * granule;
+    if (size > pool.stop - pool.start) return fail(OUT_OF_ROOM, "a pool has no addresses for " + std::to_string(size) + " bytes");
+    std::uint64_t bytes = (size + granule - 1) / granule * granule;
     std::uint64_t place = lowest_place(pool, bytes);
-    if (place + bytes > pool.stop) {
-        fail(OUT_OF_ROOM, "a pool has no addresses for " + std::to_string(bytes) + " bytes more");
-        return nullptr;
-    }
+    if (place + bytes > pool.stop) return fail(OUT_OF_ROOM, "a pool has no addresses for " + std::to_string(bytes) + " bytes more");
     CaptureAllowed allowed;
     std::uint64_t first = (place - pool.start) / pool.chunk_bytes, last = (place + bytes - 1 - pool.start) / pool.chunk_bytes;
     for (std::uint64_t index = first; index <= last; index++) {
-        if (!pool.mapped.count(index) && map_chunk(pool, index)) {
+        if (pool.mapped.count(index)) continue;
+        if (int failed = map_chunk(pool, index)) {
+            const std::string why = error_text();
             trim(pool, first, index);
-            return nullptr;
+            return fail(failed, why);
         }
     }
     pool.segments[place] = place + bytes;
     pool.allocations++;
+    pool.note({1, pool.arena->address + place, bytes});
     pool.sequence_hash = (pool.sequence_hash ^ (place - pool.start) ^ (bytes * 0x9e3779b97f4a7c15ULL)) * 1099511628211ULL;
-    return reinterpret_cast<void *>(pool.arena->address + place);
+    *address = pool.arena->address + place;
+    return OK;
+}
+
+// Two functions of the form that torch.cuda.memory.CUDAPluggableAllocator takes. Null: there is no memory, which torch reports.
+PILOTLIGHT_EXPORT void *pilotlight_pool_malloc(ssize_t size, int, CUstream) {
+    std::lock_guard guard(pools_lock);
+    int number = selected;
+    std::uint64_t address = 0;
+    if (size <= 0 || number < 0 || pilotlight_pool_take(number, size, &address)) return nullptr;
+    return reinterpret_cast<void *>(address);
 }
 
 // Waits for the device, as cudaFree does, which torch counts on: what still runs may use what is freed, on any stream. torch never frees a
@@ -192,6 +233,7 @@ PILOTLIGHT_EXPORT void pilotlight_pool_free(void *pointer, ssize_t, int, CUstrea
         if (segment == pool->segments.end()) continue;  // another pool has the same addresses
         std::uint64_t start = segment->first, stop = segment->second;
         pool->segments.erase(segment);
+        pool->note({0, address, stop - start});
         if (check(driver().ctx_set_current(pool->arena->context), "driver().ctx_set_current")) return;
         if (check(driver().ctx_synchronize(), "driver().ctx_synchronize")) return;
         trim(*pool, (start - pool->start) / pool->chunk_bytes, (stop - 1 - pool->start) / pool->chunk_bytes);

@@ -147,6 +147,17 @@ class Archive {
         return text;
     }
 
+    // A kernel that somebody else has loaded stands for one that no graph needed yet; it stays theirs.
+    int offer(std::uint32_t number, CUfunction loaded) {
+        std::lock_guard guard(lock_);
+        if (number >= header_.num_kernels || functions_[number]) return fail(MISUSED, "the archive lacks no kernel " + std::to_string(number));
+        PILOTLIGHT_TRY(driver().ctx_set_current(context_));
+        PILOTLIGHT_TRY(graph_driver().func_load(loaded));
+        return adopt(number, loaded);
+    }
+
+    const char *kernel_name(std::uint32_t number) const { return number < header_.num_kernels ? at(kernels_[number].name) : nullptr; }
+
     std::uint64_t tag(std::uint32_t number) const { return number < header_.num_graphs ? graphs_[number].tag : 0; }
     const Header &header() const { return header_; }
     // What building took so far, in nanoseconds, as `Part` says.
@@ -158,6 +169,15 @@ class Archive {
   private:
     const char *at(std::uint64_t place) const { return bytes_ + place; }
 
+    int adopt(std::uint32_t number, CUfunction loaded) {
+        const KernelEntry &kernel = kernels_[number];
+        bool silent = false;
+        int failed = adopt_kernel(loaded, at(kernel.name), kernel, reinterpret_cast<const std::uint32_t *>(at(kernel.params)), &silent);
+        silent_[number] = silent;
+        if (!failed) functions_[number] = loaded;
+        return failed;
+    }
+
     int function(std::uint32_t number, CUfunction *found) {
         if (!functions_[number]) {
             const KernelEntry &kernel = kernels_[number];
@@ -165,23 +185,7 @@ class Archive {
             if (!module) PILOTLIGHT_TRY(graph_driver().module_load(&module, at(images_[kernel.image].start)));
             CUfunction loaded = nullptr;
             if (int failed = load_kernel(module, at(kernel.name), &loaded)) return failed;
-            // The driver reads as many parameters as the kernel has, from wherever it is told.
-            KernelForm form = form_of(loaded);
-            auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
-            KernelForm recorded;
-            recorded.params.assign(layout, layout + 2 * kernel.num_params);
-            silent_[number] = is_silent(recorded, form);
-            if (!silent_[number] && form.params != recorded.params)
-                return fail(MISUSED, std::string("the kernel ") + at(kernel.name) + " takes parameters " +
-                                         layout_text(form.params.data(), form.params.size() / 2) + " as loaded, and " +
-                                         layout_text(layout, kernel.num_params) + " were recorded");
-            const std::pair<int, std::int32_t> settings[] = {{FUNC_MAX_DYNAMIC_SHARED_BYTES, kernel.max_dynamic_shared},
-                                                             {FUNC_CARVEOUT, kernel.carveout},
-                                                             {FUNC_NON_PORTABLE_CLUSTER, kernel.non_portable_cluster},
-                                                             {FUNC_CLUSTER_POLICY, kernel.cluster_policy}};
-            for (auto [id, value] : settings)
-                if (value > 0 || (id == FUNC_CARVEOUT && value == 0)) PILOTLIGHT_TRY(graph_driver().func_set_attribute(loaded, id, value));
-            functions_[number] = loaded;
+            if (int failed = adopt(number, loaded)) return failed;
         }
         *found = functions_[number];
         return OK;
@@ -358,6 +362,9 @@ PILOTLIGHT_EXPORT int pilotlight_archive_open(CUcontext context, const char *byt
 }
 
 PILOTLIGHT_EXPORT std::uint64_t pilotlight_archive_tag(Archive *archive, std::uint32_t number) { return archive->tag(number); }
+// The name of a kernel; null behind the last.
+PILOTLIGHT_EXPORT const char *pilotlight_archive_kernel(Archive *archive, std::uint32_t number) { return archive->kernel_name(number); }
+PILOTLIGHT_EXPORT int pilotlight_archive_offer(Archive *archive, std::uint32_t number, CUfunction loaded) { return archive->offer(number, loaded); }
 PILOTLIGHT_EXPORT int pilotlight_archive_load(Archive *archive, std::uint32_t number) { return archive->load(number); }
 PILOTLIGHT_EXPORT void pilotlight_archive_spent(Archive *archive, std::uint64_t *parts) { archive->spent(parts); }
 PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {

@@ -115,7 +115,14 @@ def _serve(
         beside("compiler", read_compiler)
     if context is not None:
         context.join()
-    device = open_device(kind, options.threads, options.step_tokens, options.device_bytes, clock)
+    device = open_device(
+        kind,
+        options.threads,
+        options.step_tokens,
+        options.device_bytes,
+        clock,
+        witness=options.witness,
+    )
     engine = Engine(
         threads=options.threads,
         monotonic_s=clock.monotonic_s,
@@ -283,6 +290,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--note-kernels", action="store_true", help="note compiled kernels, to write them down"
+    )
+    parser.add_argument(
+        "--witness", action="store_true", help="an arena elsewhere, to tell addresses of graphs"
     )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)

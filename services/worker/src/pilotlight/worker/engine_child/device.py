@@ -66,7 +66,13 @@ class OpenDevice:
 
 
 def open_device(
-    kind: DeviceKind, threads: int, step_tokens: int | None, device_bytes: int | None, clock: Clock
+    kind: DeviceKind,
+    threads: int,
+    step_tokens: int | None,
+    device_bytes: int | None,
+    clock: Clock,
+    *,
+    witness: bool = False,
 ) -> OpenDevice:
     """The child's one device.
 
@@ -77,6 +83,7 @@ def open_device(
         device_bytes: memory for models; what the device has, if None. Cores have no limit of their
             own.
         clock: for measurements.
+        witness: a GPU's arena lies where no other process has it.
 
     Raises:
         EngineFailed: there is no such device, or it cannot be used; an error of the engine.
@@ -89,7 +96,7 @@ def open_device(
             chunk_tokens=CUDA_CHUNK_TOKENS,
             keep_promises=True,
         )
-        return _open_cuda(limits, device_bytes, clock)
+        return _open_cuda(limits, device_bytes, clock, witness=witness)
     filled_bytes_per_s, read_bytes_per_s = _host_bytes_per_s(threads, clock)
     return OpenDevice(
         arena=CpuArena(address=ARENA_ADDRESS),
@@ -108,15 +115,17 @@ def reserve_bytes(memory_bytes: int, step_tokens: int) -> int:
     return FIXED_RESERVE_BYTES + int(RESERVE_SHARE * memory_bytes) + step_tokens * STEP_TOKEN_BYTES
 
 
-def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> OpenDevice:
+def _open_cuda(
+    limits: BatchLimits, device_bytes: int | None, clock: Clock, *, witness: bool
+) -> OpenDevice:
     # Only here: it needs the native library, and later triton.
-    from pilotlight.engine.cuda.arena import CudaArena
+    from pilotlight.engine.cuda.arena import ADDRESSES, WITNESS_ADDRESSES, CudaArena
     from pilotlight.engine.cuda.peers import PeerMemory
 
     torch.cuda.init()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    arena = CudaArena(0)
+    arena = CudaArena(0, addresses=WITNESS_ADDRESSES if witness else ADDRESSES)
     name = torch.cuda.get_device_name(device)
     free_bytes, memory_bytes = arena.native.memory()
     reserved = reserve_bytes(memory_bytes, limits.step_tokens)
@@ -133,7 +142,7 @@ def _open_cuda(limits: BatchLimits, device_bytes: int | None, clock: Clock) -> O
             action="device_bytes_beyond",
             device_bytes=room_bytes,
         )
-    if not arena.canonical:
+    if not witness and not arena.canonical:
         log.warning(
             "the arena is not where artifacts expect it",
             action="arena_elsewhere",

@@ -1,7 +1,9 @@
 """Graphs of the stages in an engine child: restored from an archive, or recorded into one."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +13,9 @@ from blake3 import blake3
 from pilotlight.common.errors import PilotlightError, RestoreFailed
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.engine import LoadStage
-from pilotlight.common.messages.graphs import GraphsRecorded, StageGraphs
+from pilotlight.common.messages.graphs import GraphsRecorded, GraphWays, StageGraphs
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.materialized import GRAPHS, Artifact, Blob
+from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
@@ -29,6 +31,9 @@ class _Restored:
     plan: "RestoredGraphs"
     told: "RestoreNews"
     prove: bool
+    trigger: Callable[[], None]
+    awaited: set[int]
+    """Parts that are in place before it triggers kernels; none: nothing triggers any."""
 
 
 class GraphPlans:
@@ -50,6 +55,15 @@ class GraphPlans:
         if command.graphs and command.artifact:
             return self._restorer(command)
         return None
+
+    def placed(self, instance_id: InstanceId, part: int) -> None:
+        """A part of the stage is in place: its first layer may run now, to trigger kernels."""
+        restored = self._restored.get(instance_id)
+        if restored is None or part not in restored.awaited:
+            return
+        restored.awaited.discard(part)
+        if not restored.awaited:
+            restored.trigger()
 
     def loaded(self, instance_id: InstanceId) -> GraphsRecorded | None:
         """The stage's parts are all in place: records or proves its graphs, if that is wanted.
@@ -107,8 +121,12 @@ class GraphPlans:
 
     def _recorder(self, command: LoadStage) -> "GraphRecorder":
         from pilotlight.engine.cuda.recording import GraphRecorder
+        from pilotlight.engine.cuda.tracing import TracingRecorder
 
-        made = GraphRecorder()
+        ways, made = command.precomputed.ways, GraphRecorder()
+        if ways.pointers == "indirect":
+            witness = Path(ways.witness).read_bytes() if ways.witness else None
+            made = TracingRecorder(witness)
         self._recorders[command.instance_id] = made, command.record
         return made
 
@@ -121,18 +139,49 @@ class GraphPlans:
         if artifact.graphs is None or blob is None:
             return None
         from pilotlight.engine.cuda.fitting import RestoreNews
-        from pilotlight.engine.cuda.restored import RestoredGraphs
 
         archive = ArchiveFile(command.graphs, blob)
-        made = RestoredGraphs(
-            artifact.graphs,
-            archive.read,
-            later=command.stage != command.model.spec.whole,
-            launch_lists=command.precomputed.launch_lists,
-            uses=command.precomputed.uses,
+        later = command.stage != command.model.spec.whole
+        made, trigger = _restoring(command, artifact.graphs, archive, later=later)
+        awaited = {0, 1} if trigger is not None else set[int]()
+        self._restored[command.instance_id] = _Restored(
+            made, RestoreNews(), command.prove, trigger or (lambda: None), awaited
         )
-        self._restored[command.instance_id] = _Restored(made, RestoreNews(), command.prove)
         return made
+
+
+def _restoring(
+    command: LoadStage, layout: GraphLayout, archive: "ArchiveFile", *, later: bool
+) -> "tuple[RestoredGraphs, Callable[[], None] | None]":
+    """What restores a stage's graphs, in the way that is asked for; and what triggers its kernels,
+    if anything does: of a stage that is to grow they come from images.
+    """
+    from pilotlight.engine.cuda.restored import RestoredGraphs
+
+    ways, uses = command.precomputed.ways, command.precomputed.uses
+    if ways == GraphWays():
+        lists = command.precomputed.launch_lists
+        made = RestoredGraphs(layout, archive.read, later=later, launch_lists=lists, uses=uses)
+        return made, None
+    from pilotlight.engine.cuda.graph_device import ArchiveOnDevice
+    from pilotlight.engine.cuda.indirect import Anywhere
+    from pilotlight.engine.cuda.triggering import TriggeredGraphs
+    from pilotlight.native.handles import SymbolKernels
+
+    indirect = ways.pointers == "indirect"
+    if ways.kernels == "trigger" and not later:
+        made = TriggeredGraphs(layout, archive.read, anywhere=indirect, uses=uses)
+        return made, made.trigger
+    kernels = SymbolKernels if ways.kernels == "symbol" else None
+    if not indirect:
+        opened = partial(ArchiveOnDevice, kernels=kernels)
+        plan = RestoredGraphs(layout, archive.read, open_archive=opened, later=later, uses=uses)
+        return plan, None
+    way = Anywhere(kernels)
+    plan = RestoredGraphs(
+        layout, archive.read, open_archive=way.open, fit=way.fit, later=later, uses=uses
+    )
+    return plan, None
 
 
 class ArchiveFile:

@@ -218,6 +218,7 @@ class StageLoads:
         )
         if placed.waits:
             return False
+        self.graphs.placed(instance_id, command.part)
         if load.grows:
             _count(load, command, placed)
         if self._pins is not None and command.tensors:

@@ -60,6 +60,8 @@ class ChildOptions:
     """Keep images of kernels, so that graphs can be written down (``LoadStage.record``)."""
     note_kernels: bool = False
     """Note compiled kernels, so that they can be written down (``Precomputed.record_kernels``)."""
+    witness: bool = False
+    """Its arena lies elsewhere, to tell addresses in graphs from all else (``GraphWays``)."""
     module: str = "pilotlight.worker.engine_child.child"
     """The child's program."""
 
@@ -206,6 +208,7 @@ def _prepared(
         *flags,
         *(("--record-images",) if options.record_images else ()),
         *(("--note-kernels",) if options.note_kernels else ()),
+        *(("--witness",) if options.witness else ()),
     ]
     output = always.enter_context(_open_log(options.log_path))
     how: dict[str, Any] = {

@@ -6,6 +6,7 @@ import os
 
 from pilotlight.common.ids import worker_id_of
 from pilotlight.common.machine import log_file
+from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import NodeId, WorkerId
 from pilotlight.worker.engines.child_process import ChildAhead, ChildOptions
@@ -39,6 +40,11 @@ def child_options(settings: WorkerSettings, worker_id: WorkerId) -> ChildOptions
         device_bytes=settings.device_bytes,
         step_tokens=settings.step_tokens,
     )
+
+
+def graph_ways(settings: WorkerSettings) -> GraphWays:
+    """How its engines record and restore graphs."""
+    return GraphWays(pointers=settings.graph_pointers, kernels=settings.graph_kernels)
 
 
 def engine_ahead(settings: WorkerSettings) -> ChildAhead | None:
