@@ -55,8 +55,8 @@ def materialize(
             _check(found)
             if clock.monotonic_s() - began_s > wait_s:
                 raise DeadlineExceeded(
-                    f"{name} is not materialized after {wait_s:g} s; its build "
-                    + (f"is {waits}" if (waits := _waits(found)) else "goes on")
+                    f"{name} is not materialized after {wait_s:g} s; its build goes on"
+                    + (f" later ({waits})" if (waits := _waits(found)) else "")
                 )
             block(LOOK_S)
             found = client.get(f"/models/{quote(name)}/materials")
