@@ -155,10 +155,11 @@ async def test_a_build_has_the_room_of_loans_and_goes_before_no_start(
 ) -> None:
     loan = MEMORY - 300 - KEPT_BACK
     stage_a = borrower("a", 300, offered_bytes=loan, lent_bytes=loan)
-    asks = BuildLoan(wanted_bytes=loan)
+    asked = MEMORY - 300
+    asks = BuildLoan(wanted_bytes=asked)
     await report(lender, books, clock, stage_a, build=asks)
-    assert (told.builds, told.messages) == ([loan], [{"a": loan}]), "the loan stays offered"
-    had = replace(asks, offered_bytes=loan, taken_bytes=loan)
+    assert (told.builds, told.messages) == ([asked], [{"a": loan}]), "the loan stays offered"
+    had = replace(asks, offered_bytes=asked, taken_bytes=asked)
     clock.advance(10 * REPEAT_S)
     await report(lender, books, clock, stage_a, build=had)
     assert len(told.builds) == 1, "it has what it is lent"
@@ -174,14 +175,14 @@ async def test_a_build_has_the_room_of_loans_and_goes_before_no_start(
     await report(lender, books, clock, stage_a)
     assert told.builds[count:] in ([], [0]), "one that has ended is lent nothing"
     await report(lender, books, clock, stage_a, build=asks)
-    assert told.builds[-1] == loan, "the next one is"
+    assert told.builds[-1] == asked, "the next one is"
 
 
 async def test_a_build_gets_nothing_that_requests_want_and_nothing_on_a_node_that_drains(
     lender: Lender, books: Books, clock: ManualClock, told: Told
 ) -> None:
-    loan = MEMORY - 300 - KEPT_BACK
-    asks = BuildLoan(wanted_bytes=loan)
+    loan, asked = MEMORY - 300 - KEPT_BACK, MEMORY - 300
+    asks = BuildLoan(wanted_bytes=asked)
     busy = borrower("a", 300, offered_bytes=loan, wanted_bytes=1)
     await report(lender, books, clock, busy, build=asks)
     assert not told.builds
@@ -192,7 +193,7 @@ async def test_a_build_gets_nothing_that_requests_want_and_nothing_on_a_node_tha
     books.draining = frozenset()
     clock.advance(REPEAT_S)
     await report(lender, books, clock, idle, build=asks)
-    assert told.builds == [loan]
+    assert told.builds == [asked]
 
 
 async def test_a_new_cache_finds_builds_in_reports(
@@ -216,7 +217,7 @@ async def test_a_start_takes_the_room_of_a_build(
         builds.append(message.build_bytes)
 
     await bus.subscribe(lend_subject(WORKER), Lend, take)
-    asked = MEMORY - KEPT_BACK
+    asked = MEMORY
     await peers.report(replace(worker(), build=BuildLoan(wanted_bytes=asked)))
     await until(lambda: builds and builds[-1] == asked)
     await reserve(bus, "b", MEMORY)

@@ -101,38 +101,25 @@ def divide(
     )
 
 
-def buildable_bytes(memory_bytes: int, granted_bytes: int, rules: LendingRules) -> int:
-    """What a build on a device could have if no request wanted anything beyond its grant.
-
-    Args:
-        memory_bytes: the device's, for models.
-        granted_bytes: of all grants, those of stages on their way included.
-        rules: figures.
-    """
-    return max(0, memory_bytes - granted_bytes - int(memory_bytes * rules.kept_back_share))
-
-
 def lend_build(
     memory_bytes: int,
     granted_bytes: int,
     borrowers: Sequence[Borrower],
     asked_bytes: int,
-    rules: LendingRules,
 ) -> int:
     """What a build on a device may have: all that it asks for, or nothing.
 
-    Every grant goes before it, and all that requests want.
+    Every grant goes before it, and all that requests want. Nothing is kept back: what its engine
+    takes beside the model is in what it asks for.
 
     Args:
         memory_bytes: the device's, for models.
         granted_bytes: as for ``divide``.
         borrowers: the stages.
         asked_bytes: with what the build's engine keeps for itself.
-        rules: figures.
     """
     wanted_bytes = sum(min(one.wanted_bytes, one.most_bytes) for one in borrowers)
-    left_bytes = buildable_bytes(memory_bytes, granted_bytes, rules) - wanted_bytes
-    return asked_bytes if asked_bytes <= left_bytes else 0
+    return asked_bytes if asked_bytes <= memory_bytes - granted_bytes - wanted_bytes else 0
 
 
 def counted_build(called_bytes: int, taken_bytes: int, free_bytes: int, *, leaves: bool) -> int:

@@ -153,9 +153,7 @@ class Lender:
         granted_bytes = memory_bytes - self._books.device_free_bytes(worker)
         build_bytes = 0
         if wanted_bytes and worker.node_id not in self._books.draining:
-            build_bytes = lend_build(
-                memory_bytes, granted_bytes, borrowers, wanted_bytes, self._rules
-            )
+            build_bytes = lend_build(memory_bytes, granted_bytes, borrowers, wanted_bytes)
         return (
             divide(memory_bytes, granted_bytes, borrowers, settled_s, self._rules),
             build_bytes,

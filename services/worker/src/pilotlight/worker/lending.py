@@ -28,7 +28,6 @@ from pilotlight.policy.lending import (
     LendingRules,
     LentStage,
     Resize,
-    buildable_bytes,
     next_resize,
 )
 from pilotlight.worker.build_room import BuildRoom
@@ -208,9 +207,7 @@ class Lending:
         """What a build could have if all that is lent were called back, beside what its engine
         keeps for itself.
         """
-        device_bytes = self._core.device_bytes
-        room_bytes = buildable_bytes(device_bytes, device_bytes - self._unlent_bytes, self._rules)
-        return max(0, room_bytes - self.build.beside_bytes)
+        return max(0, self._unlent_bytes - self.build.beside_bytes)
 
     @property
     def _unlent_bytes(self) -> int:
