@@ -233,6 +233,13 @@ def check(system: RunningSystem, name: str) -> bool:
     return of_builds == ["built"]
 
 
+def rooms(system: RunningSystem) -> list[int]:
+    """What workers lease for builds, or ask for."""
+    with system.admin() as admin:
+        workers = admin.get("/workers").json()["workers"]
+    return [one["build"]["wanted_bytes"] + one["build"]["taken_bytes"] for one in workers]
+
+
 def test_kills_at_random_instants_leave_nothing_half_there(system: RunningSystem) -> None:
     """Builds are taken up again, and who asks the model notices nothing.
 
@@ -271,5 +278,6 @@ def test_kills_at_random_instants_leave_nothing_half_there(system: RunningSystem
 
     eventually(whole, BUILD_S)
     assert answer(system, name) == said
+    eventually(lambda: not any(rooms(system)), BUILD_S)
     assert sum(hits.values()) >= SCHEDULES // 2, "most faults hit something"
     print(f"{SCHEDULES} schedules of seed {SEED}: {dict(hits)}, {number + 1} built")

@@ -23,11 +23,25 @@ UP = EngineUp(pid=1, device_name="script", load_bytes_per_s=1.0)
 INSTANCE = InstanceId("inst-1")
 
 
+class ScriptedArena:
+    """Remembers what it was to leave to others."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+        self.error: Exception | None = None
+
+    def leave(self, num_bytes: int) -> None:
+        self.left.append(num_bytes)
+        if self.error is not None:
+            raise self.error
+
+
 class ScriptedEngine:
     """Counts parts, gives one token a step, and raises what it is told to."""
 
     def __init__(self) -> None:
         self.clock: SystemClock | ManualClock = SystemClock()
+        self.arena = ScriptedArena()
         self.expected: dict[InstanceId, set[int]] = {}
         self.whole: set[InstanceId] = set()
         """Stages that are the whole of their models."""

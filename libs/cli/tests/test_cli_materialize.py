@@ -21,6 +21,9 @@ def building(step: str, share: float) -> dict[str, Any]:
     return {"state": "building", "step": step, "share": share}
 
 
+WAITING = {"state": "waiting", "reason": "no_room: waiting for room: 7 bytes of w1"}
+
+
 def materials(*builds: dict[str, Any], artifacts: tuple[Any, ...] = ()) -> dict[str, Any]:
     return {"asked_at": "2026-01-01T00:00:00", "builds": list(builds), "artifacts": list(artifacts)}
 
@@ -77,6 +80,7 @@ def test_the_bar_shows_each_step_of_the_build(
     monkeypatch.setattr(materializing, "Progress", kept)
     gateway = Slow(
         materials(),
+        materials(WAITING),
         materials(building("prefill", 0.3)),
         materials(building("graphs", 0.72)),
         materials(artifacts=(MANIFEST,)),
@@ -84,10 +88,10 @@ def test_the_bar_shows_each_step_of_the_build(
     assert run(gateway, monkeypatch) == 0
     assert gateway.asked == ["/models/a%20model/materialize"]
     drawn = screen.getvalue()
-    places = [drawn.index(word) for word in ("waits for time", "prefill", "graphs")]
+    places = [drawn.index(word) for word in ("waits for time", "7 bytes", "prefill", "graphs")]
     assert places == sorted(places)
     assert (
-        "a model is materialized after 0.9 s; prompts at 1,234 tokens/s" in capsys.readouterr().out
+        "a model is materialized after 1.2 s; prompts at 1,234 tokens/s" in capsys.readouterr().out
     )
 
 
@@ -118,3 +122,5 @@ def test_it_waits_no_longer_than_it_may(
 ) -> None:
     with pytest.raises(DeadlineExceeded, match="its build goes on"):
         run(Gateway(materials(), materials(building("load", 0.2))), monkeypatch, wait_s=1.0)
+    with pytest.raises(DeadlineExceeded, match=r"goes on later \(waiting for room: 7 bytes of w1"):
+        run(Gateway(materials(), materials(WAITING)), monkeypatch, wait_s=1.0)

@@ -335,3 +335,26 @@ def test_what_lies_in_a_slot_stays_until_it_is_given_back(moves):
     arena.trim()
     assert (arena.backed_bytes, arena.physical_bytes, fake.used_bytes) == (0, 0, before)
     arena.close()
+
+
+def test_what_is_left_to_another_process_is_no_memory_that_lies_idle(make, fake):
+    before = fake.used_bytes
+    arena = make(capacity_bytes=12 * G)
+    slot = arena.open_slot()
+    slot.back(Extent(0, 2 * G))
+    slot.back(Extent(2 * G, 10 * G))
+    slot.unback(Extent(2 * G, 10 * G))
+    arena.native_arena.settle(arena.most_idle_bytes)
+    assert fake.used_bytes == before + 10 * G, "it keeps what may come back"
+    arena.leave(9 * G)
+    assert (arena.idle_bytes, fake.used_bytes) == (0, before + 2 * G)
+    slot.back(Extent(2 * G, 4 * G))
+    slot.unback(Extent(2 * G, 4 * G))
+    arena.native_arena.settle(arena.most_idle_bytes)
+    assert arena.most_idle_bytes == G
+    assert fake.used_bytes <= before + 3 * G, "as long as it is left"
+    arena.leave(0)
+    slot.back(Extent(2 * G, 10 * G))
+    slot.unback(Extent(2 * G, 10 * G))
+    arena.native_arena.settle(arena.most_idle_bytes)
+    assert fake.used_bytes == before + 10 * G

@@ -33,7 +33,7 @@ def joined(driver, clock, checkpoint, num_stages):
     drivers = []
     for stage in cuts(4, num_stages):
         made = driver(BatchLimits(step_tokens=24, running=24))
-        made.engine = Engine(1, clock.monotonic_s, made.engine._limits, made.engine._arena)
+        made.engine = Engine(1, clock.monotonic_s, made.engine._limits, made.engine.arena)
         made.load(model, stage=stage)
         drivers.append(made)
     return connect(drivers, random.Random(0))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pilotlight.policy.builds import (
+    MOST_SHORT,
     TRANSITIONS,
     Build,
     BuildEvent,
@@ -66,12 +67,12 @@ def chosen(
     environment: Environment = HERE,
 ) -> ModelName | None:
     builds = {} if build is None else {build.fingerprint: build}
-    found = next_build(wanted, builds, listed, environment, room_bytes=room_bytes, now_s=NOW)
-    if found is None:
-        return None
-    model, fingerprint = found
-    assert fingerprint == Fingerprint.of(environment, model)
-    return model.name
+    choice = next_build(wanted, builds, listed, environment, room_bytes=room_bytes, now_s=NOW)
+    found = choice.build
+    for one in choice.short if found is None else (found, *choice.short):
+        assert one.fingerprint == Fingerprint.of(environment, one.model)
+        assert one.needed_bytes == needed_bytes(one.model, environment)
+    return None if found is None else found.model.name
 
 
 def test_what_is_wanted_is_built() -> None:
@@ -113,6 +114,30 @@ def test_one_that_failed_waits_longer_each_time_unless_it_is_asked_for() -> None
 def test_a_model_that_does_not_fit_is_not_built_here() -> None:
     assert chosen(AUTO, room_bytes=needed_bytes(MODEL, HERE)) == "a"
     assert chosen(AUTO, room_bytes=needed_bytes(MODEL, HERE) - 1) is None
+
+
+def test_what_has_no_room_is_told_and_is_in_the_way_of_nothing() -> None:
+    large = Wanted(
+        model=model("large", part_bytes=1000), policy=MaterializePolicy.MANUAL, asked_s=1.0
+    )
+    failed = a_build(BuildState.FAILED, changed_s=NOW - 1.0)
+    room_bytes = needed_bytes(large.model, HERE) - 1
+    both = next_build((AUTO, large), {}, (), HERE, room_bytes=room_bytes, now_s=NOW)
+    assert both.build is not None
+    assert both.build.model is MODEL
+    assert [one.model.name for one in both.short] == ["large"]
+    nothing = next_build((AUTO, large), {}, (), HERE, room_bytes=0, now_s=NOW)
+    assert nothing.build is None
+    assert [one.model.name for one in nothing.short] == ["large", "a"], "asked for goes first"
+    builds = {failed.fingerprint: failed}
+    paused = next_build((AUTO,), builds, (), HERE, room_bytes=0, now_s=NOW)
+    assert not paused.short, "it may not begin in any case"
+
+
+def test_only_so_many_are_told_of() -> None:
+    wanted = [replace(AUTO, model=model(f"m{number:02}")) for number in range(2 * MOST_SHORT)]
+    choice = next_build(wanted, {}, (), HERE, room_bytes=0, now_s=NOW)
+    assert [one.model.name for one in choice.short] == [f"m{n:02}" for n in range(MOST_SHORT)]
 
 
 def test_on_a_gpu_a_build_has_room_for_what_whole_granules_waste() -> None:

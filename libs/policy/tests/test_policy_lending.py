@@ -11,7 +11,9 @@ from pilotlight.policy.lending import (
     LendingRules,
     LentStage,
     Loan,
+    counted_build,
     divide,
+    lend_build,
     next_resize,
 )
 
@@ -205,3 +207,46 @@ def test_resizes_end_never_exceed_the_device_and_leave_grants_alone(
     )
     for one in by_name.values():
         assert one.lent_bytes <= one.offered_bytes or not one.lent_bytes
+
+
+def test_a_build_has_what_no_grant_takes_and_no_request_wants_or_nothing() -> None:
+    idle, busy = borrower("a", offered_bytes=800), borrower("b", wanted_bytes=300)
+    assert lend_build(1000, 100, [idle], 900) == 900, "loans go before it only if used"
+    assert lend_build(1000, 100, [idle], 901) == 0
+    assert lend_build(1000, 101, [idle], 900) == 0, "a start goes before it"
+    assert lend_build(1000, 100, [idle, busy], 600) == 600
+    assert lend_build(1000, 100, [idle, busy], 601) == 0, "and so does what requests want"
+    assert lend_build(1000, 0, [], 1000) == 1000
+
+
+@given(MEMORY, BYTES, BORROWERS, BYTES)
+def test_builds_and_what_requests_want_are_never_more_than_there_is(
+    memory: int, granted: int, borrowers: list[Borrower], asked: int
+) -> None:
+    build = lend_build(memory, granted, borrowers, asked)
+    assert build in (0, asked)
+    wanted = sum(min(one.wanted_bytes, one.most_bytes) for one in borrowers)
+    if build:
+        assert granted + build + wanted <= memory
+
+
+def test_a_loan_shrinks_for_a_build_and_grows_into_nothing_that_one_still_has() -> None:
+    stage = lent(granted_bytes=100, lent_bytes=900, offered_bytes=900)
+    called = counted_build(500, 0, 0, leaves=False)
+    shrinks = next_resize(1000, 100 + called, [stage], RULES)
+    assert shrinks is not None
+    assert (shrinks.lent_bytes, shrinks.grows) == (400, False)
+    after = replace(stage, lent_bytes=400)
+    assert (
+        next_resize(1000, 100 + counted_build(500, 500, 500, leaves=False), [after], RULES) is None
+    )
+    # It makes way for a grant of 200, and its process has not ended.
+    newcomer = lent("b", granted_bytes=200, starts=True)
+    leaving = counted_build(0, 500, 300, leaves=True)
+    assert leaving == 300
+    assert next_resize(1000, 300 + leaving, [after, newcomer], RULES) is None
+    # Grants alone are more than the device has beside the loan: that shrinks, by no more.
+    assert counted_build(0, 500, -100, leaves=True) == 0
+    gone = next_resize(1000, 300, [after, newcomer], RULES)
+    assert gone is not None
+    assert gone.grows

@@ -26,7 +26,7 @@ from pilotlight.common.errors import NoRoom
 from pilotlight.common.messages.room import Lend, lend_subject
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
-from pilotlight.policy.cluster import HeldStage, HeldState, KvLoan
+from pilotlight.policy.cluster import BuildLoan, HeldStage, HeldState, KvLoan
 from pilotlight.policy.ids import Digest, GrantId, InstanceId
 from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.testing import held, worker
@@ -48,10 +48,12 @@ class Told:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, int]] = []
+        self.builds: list[int] = []
 
     async def publish(self, subject: str, message: Lend) -> None:
         assert subject == lend_subject(WORKER)
         self.messages.append({loan.instance_id: loan.num_bytes for loan in message.loans})
+        self.builds.append(message.build_bytes)
 
 
 @pytest.fixture
@@ -76,9 +78,32 @@ def lender(books: Books, told: Told, clock: ManualClock) -> Lender:
     return Lender(books, told, clock, LendingRules())  # type: ignore[arg-type]
 
 
-async def report(lender: Lender, books: Books, clock: ManualClock, *stages: HeldStage) -> None:
-    hear(books, worker(held_stages=stages), clock.monotonic_s())
+async def report(
+    lender: Lender,
+    books: Books,
+    clock: ManualClock,
+    *stages: HeldStage,
+    build: BuildLoan = BuildLoan(),  # noqa: B008 - frozen
+) -> None:
+    facts = replace(worker(held_stages=stages), build=build)
+    hear(books, facts, clock.monotonic_s())
     await lender.hear(WORKER)
+
+
+def granted(books: Books, name: str, device_bytes: int, expires_s: float) -> GrantId:
+    """A start that no report shows yet."""
+    grant = Grant(
+        grant_id=GrantId(f"g-{name}"),
+        instance_id=InstanceId(name),
+        digest=Digest("d"),
+        worker_id=WORKER,
+        node_id=NODE,
+        device_bytes=device_bytes,
+        host_bytes=0,
+        expires_s=expires_s,
+    )
+    books.grants[grant.grant_id] = grant
+    return grant.grant_id
 
 
 async def test_a_stage_alone_is_lent_what_is_free_once_and_again_if_it_was_lost(
@@ -109,16 +134,7 @@ async def test_a_grant_calls_loans_in(
     lender: Lender, books: Books, clock: ManualClock, told: Told
 ) -> None:
     await report(lender, books, clock, borrower("a", 300, offered_bytes=MEMORY - 300 - KEPT_BACK))
-    books.grants[GrantId("g")] = Grant(
-        grant_id=GrantId("g"),
-        instance_id=InstanceId("b"),
-        digest=Digest("d"),
-        worker_id=WORKER,
-        node_id=NODE,
-        device_bytes=500,
-        host_bytes=0,
-        expires_s=clock.monotonic_s() + 10,
-    )
+    granted(books, "b", 500, clock.monotonic_s() + 10)
     await lender.follow(WORKER)
     assert told.messages == [{"a": MEMORY - 800 - KEPT_BACK}]
 
@@ -132,6 +148,80 @@ async def test_what_takes_no_loans_is_lent_none(
     )
     await report(lender, books, clock, *stages)
     assert not told.messages
+
+
+async def test_a_build_has_the_room_of_loans_and_goes_before_no_start(
+    lender: Lender, books: Books, clock: ManualClock, told: Told
+) -> None:
+    loan = MEMORY - 300 - KEPT_BACK
+    stage_a = borrower("a", 300, offered_bytes=loan, lent_bytes=loan)
+    asked = MEMORY - 300
+    asks = BuildLoan(wanted_bytes=asked)
+    await report(lender, books, clock, stage_a, build=asks)
+    assert (told.builds, told.messages) == ([asked], [{"a": loan}]), "the loan stays offered"
+    had = replace(asks, offered_bytes=asked, taken_bytes=asked)
+    clock.advance(10 * REPEAT_S)
+    await report(lender, books, clock, stage_a, build=had)
+    assert len(told.builds) == 1, "it has what it is lent"
+    grant = granted(books, "b", 1, clock.monotonic_s() + 10)
+    await lender.follow(WORKER)
+    assert told.builds[-1] == 0, "any grant that leaves too little takes it back"
+    clock.advance(REPEAT_S)
+    await report(lender, books, clock, stage_a, build=had)
+    assert told.builds[-2:] == [0, 0], "until a report shows it"
+    await report(lender, books, clock, stage_a)
+    count = len(told.builds)
+    del books.grants[grant]
+    await report(lender, books, clock, stage_a)
+    assert told.builds[count:] in ([], [0]), "one that has ended is lent nothing"
+    await report(lender, books, clock, stage_a, build=asks)
+    assert told.builds[-1] == asked, "the next one is"
+
+
+async def test_a_build_gets_nothing_that_requests_want_and_nothing_on_a_node_that_drains(
+    lender: Lender, books: Books, clock: ManualClock, told: Told
+) -> None:
+    loan, asked = MEMORY - 300 - KEPT_BACK, MEMORY - 300
+    asks = BuildLoan(wanted_bytes=asked)
+    busy = borrower("a", 300, offered_bytes=loan, wanted_bytes=1)
+    await report(lender, books, clock, busy, build=asks)
+    assert not told.builds
+    books.draining = frozenset({NODE})
+    idle = borrower("a", 300, offered_bytes=loan)
+    await report(lender, books, clock, idle, build=asks)
+    assert not told.builds
+    books.draining = frozenset()
+    clock.advance(REPEAT_S)
+    await report(lender, books, clock, idle, build=asks)
+    assert told.builds == [asked]
+
+
+async def test_a_new_cache_finds_builds_in_reports(
+    lender: Lender, books: Books, clock: ManualClock, told: Told
+) -> None:
+    had = BuildLoan(wanted_bytes=100, offered_bytes=100, taken_bytes=100)
+    await report(lender, books, clock, build=had)
+    assert not told.messages
+    await report(lender, books, clock, build=replace(had, wanted_bytes=0, taken_bytes=0))
+    assert told.builds == [0], "what is left of an offer is taken back"
+
+
+@pytest.mark.slow
+async def test_a_start_takes_the_room_of_a_build(
+    cache: Application, bus: Bus, peers: Peers
+) -> None:
+    """Its grant counts nothing of the build, and the worker hears of it before any hold."""
+    builds: list[int] = []
+
+    async def take(message: Lend) -> None:
+        builds.append(message.build_bytes)
+
+    await bus.subscribe(lend_subject(WORKER), Lend, take)
+    asked = MEMORY
+    await peers.report(replace(worker(), build=BuildLoan(wanted_bytes=asked)))
+    await until(lambda: builds and builds[-1] == asked)
+    await reserve(bus, "b", MEMORY)
+    await until(lambda: builds[-1] == 0)
 
 
 @pytest.mark.slow

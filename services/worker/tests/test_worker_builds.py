@@ -30,7 +30,8 @@ from pilotlight.common.messages.artifacts import (
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.testing import until
-from pilotlight.policy.cluster import HeldState
+from pilotlight.policy.builds import needed_bytes
+from pilotlight.policy.cluster import BuildLoan, HeldState
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import Artifact, Canary, Fingerprint, Layout, Profile
 from pilotlight.policy.phase import PhaseName
@@ -53,6 +54,9 @@ class Materializer:
         self.rig = rig
         self.store: ObjectStore = rig.worker.core.vocabularies._store  # pyright: ignore[reportPrivateUsage]
         self.wanted = True
+        self.leases = True
+        """It is of a release that knows of leases."""
+        self.asked: list[ClaimBuild] = []
         self.reports: list[ReportBuild] = []
         self.ends: list[EndBuild] = []
         self.finished: list[FinishBuild] = []
@@ -71,6 +75,10 @@ class Materializer:
     async def claim(self, request: ClaimBuild) -> BuildClaimed:
         if not self.wanted:
             return BuildClaimed()
+        needed = needed_bytes(self.rig.model, request.environment)
+        self.asked.append(request)
+        if self.leases and needed > (request.leased_bytes or 0):
+            return BuildClaimed(needed_bytes=needed)
         self.wanted = False
         fingerprint = Fingerprint.of(request.environment, self.rig.model)
         return BuildClaimed(
@@ -120,6 +128,7 @@ def signed(fingerprint: Digest, data: bytes) -> ArtifactInfo:
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig(process=True)
     made.worker.core.device_bytes = ROOM_BYTES
+    await made.lend_builds()
     return made
 
 
@@ -140,6 +149,7 @@ async def builds(
     made = Builds(
         rig.worker.core,
         lambda: rig.worker.stages.held,
+        rig.worker.stages.lending,
         leases,
         lambda **made_for: ProcessEngine(replace(options, **made_for)),
         artifacts,
@@ -175,6 +185,9 @@ async def test_what_was_built_is_restored(
 ) -> None:
     await until(lambda: materializer.finished, deadline_s=BUILD_S)
     assert not materializer.ends
+    needed = needed_bytes(rig.model, materializer.asked[0].environment)
+    assert [one.leased_bytes for one in materializer.asked] == [0, needed]
+    await rig.until(lambda: rig.facts is not None and rig.facts.build == BuildLoan())
     info = materializer.info
     assert info is not None
     artifact = decode_json(await materializer.store.get(artifact_key(info.blob_digest)), Artifact)
@@ -198,12 +211,35 @@ async def test_demand_ends_a_build_at_once(
     rig: Rig, materializer: Materializer, builds: Builds
 ) -> None:
     await until(lambda: materializer.reports, deadline_s=BUILD_S)
-    await rig.command(rig.a_hold())
+    assert rig.worker.stages.lending.build.taken_bytes > 0
+    await rig.command(rig.a_hold(size=ROOM_BYTES))
     await until(lambda: materializer.ends)
     (ended,) = materializer.ends
     assert ended.yielded
     assert not materializer.finished
     await rig.state(HeldState.READY)
+    assert rig.worker.stages.lending.build.fact == BuildLoan(), "its room is the start's"
+
+
+async def test_the_cache_takes_the_room_of_a_build_back(
+    rig: Rig, materializer: Materializer, builds: Builds
+) -> None:
+    await until(lambda: materializer.reports, deadline_s=BUILD_S)
+    await rig.lend()
+    await until(lambda: materializer.ends)
+    assert [one.yielded for one in materializer.ends] == [True]
+    await rig.until(lambda: rig.facts is not None and rig.facts.build.taken_bytes == 0)
+
+
+async def test_a_build_that_a_release_without_leases_gives_has_room_all_the_same(
+    rig: Rig, materializer: Materializer, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    materializer.leases = False
+    await until(lambda: materializer.reports, deadline_s=BUILD_S)
+    assert rig.worker.stages.lending.build.taken_bytes > 0
+    materializer.yours = False
+    await until(lambda: materializer.ends, deadline_s=BUILD_S)
+    await rig.until(lambda: rig.facts is not None and rig.facts.build == BuildLoan())
 
 
 async def test_a_build_that_is_anothers_by_now_ends(

@@ -13,7 +13,9 @@ from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import error_of
 from pilotlight.common.messages.engine import (
     Abort,
+    LeaveRoom,
     Produced,
+    RoomLeft,
     Shutdown,
     StageLoaded,
     StageOpened,
@@ -21,7 +23,7 @@ from pilotlight.common.messages.engine import (
     StepDone,
     UnloadStage,
 )
-from pilotlight.engine.errors import EngineError
+from pilotlight.engine.errors import EngineError, EngineFailed
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason
@@ -123,6 +125,18 @@ def test_an_abort_is_obeyed_within_one_step_even_behind_a_load(
         StepDone, lambda step: any(one.finish is FinishReason.CANCELLED for one in step.produced)
     )
     assert parent.until(StageLoaded).instance_id == "inst-2"
+
+
+def test_memory_is_left_to_others_and_what_the_device_refuses_is_told(
+    start_child: Any, scripted: ScriptedEngine
+) -> None:
+    parent = start_child()
+    parent.send(LeaveRoom(device_bytes=7))
+    assert parent.until(RoomLeft) == RoomLeft(device_bytes=7)
+    scripted.arena.error = EngineFailed("it does not come back")
+    parent.send(LeaveRoom(device_bytes=8))
+    assert parent.until(RoomLeft) == RoomLeft(device_bytes=8, refused="it does not come back")
+    assert scripted.arena.left == [7, 8]
 
 
 def test_shutdown_and_the_parents_death_end_it(start_child: Any) -> None:

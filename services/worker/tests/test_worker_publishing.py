@@ -100,6 +100,7 @@ class Materializer:
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig()
     made.worker.core.environment = HERE
+    await made.lend_builds()
     return made
 
 
@@ -134,12 +135,13 @@ async def built(
     artifacts = rig.worker.artifacts
     assert artifacts is not None
 
-    def make_engine(*, record_images: bool, note_kernels: bool, witness: bool) -> Any:
+    def make_engine(**_: Any) -> Any:
         raise AssertionError("nothing is built with an engine here")
 
     builds = Builds(
         rig.worker.core,
         lambda: rig.worker.stages.held,
+        rig.worker.stages.lending,
         leases,
         make_engine,
         artifacts,

@@ -56,12 +56,15 @@ def materialize(
             if clock.monotonic_s() - began_s > wait_s:
                 raise DeadlineExceeded(
                     f"{name} is not materialized after {wait_s:g} s; its build goes on"
+                    + (f" later ({waits})" if (waits := _waits(found)) else "")
                 )
             block(LOOK_S)
             found = client.get(f"/models/{quote(name)}/materials")
             building = next((one for one in found["builds"] if one["state"] == "building"), None)
             if building is not None:
                 progress.update(bar, completed=building["share"], told=building["step"])
+            elif waits := _waits(found):
+                progress.update(bar, completed=0.0, told=escape(waits))
         done = _done(found)
     took_s = clock.monotonic_s() - began_s
     if as_json:
@@ -75,6 +78,12 @@ def materialize(
 
 def _done(found: dict[str, Any]) -> dict[str, Any] | None:
     return next((one for one in found["artifacts"] if one["kind"] == "manifest"), None)
+
+
+def _waits(found: dict[str, Any]) -> str:
+    """What a build waits for that no worker has begun; empty: for a worker with time."""
+    waiting = (one["reason"] for one in found["builds"] if one["state"] == "waiting")
+    return next((reason.partition(": ")[2] for reason in waiting if reason), "")
 
 
 def _check(found: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ class Engine:
         torch.set_num_threads(threads)
         self._monotonic_s = monotonic_s
         self._limits = limits or BatchLimits()
-        self._arena: Arena = arena or CpuArena()
+        self.arena: Arena = arena or CpuArena()
         self._stages = HeldStages()
         self._grammars = GrammarHelper(monotonic_s)
         self._grown: list[GrownStage] = []
@@ -99,7 +99,7 @@ class Engine:
     @property
     def backed_bytes(self) -> int:
         """Memory of all stages, in whole pages: parameters, KV, and ``steps_bytes``."""
-        return self._arena.backed_bytes
+        return self.arena.backed_bytes
 
     @property
     def steps_bytes(self) -> int:
@@ -143,7 +143,7 @@ class Engine:
         """
         if instance_id in self._stages:
             raise BadRequest(f"{instance_id} is held already")
-        given = instance_id, spec, stage, dtype, device_bytes, self._limits, self._arena, slot, plan
+        given = instance_id, spec, stage, dtype, device_bytes, self._limits, self.arena, slot, plan
         self._stages[instance_id] = resident = ResidentStage(*given, may_grow=may_grow, early=early)
         return resident.room
 
@@ -391,7 +391,7 @@ class Engine:
         resident = self._stages.take_turn()
         alone = len(self._stages.working) == 1
         done = (
-            run_batch(resident, self._arena, self._monotonic_s, may_wait=alone)
+            run_batch(resident, self.arena, self._monotonic_s, may_wait=alone)
             if resident is not None
             else StageStep()
         )

@@ -47,6 +47,9 @@ class BuildEvent(StrEnum):
     """Its worker renews its lease no longer: it died, or is cut off."""
     FAIL = "fail"
     """It cannot be made; it is tried again later."""
+    NO_ROOM = "no_room"
+    """It may begin, and a worker with time has no room for it, or not yet: that is no try of it.
+    """
     COLLECT = "collect"
     """Its artifact is superseded, too old, or of a model that is gone."""
 
@@ -55,6 +58,9 @@ _S, _E = BuildState, BuildEvent
 
 TRANSITIONS: dict[tuple[BuildState | None, BuildEvent], BuildState | None] = {
     (None, _E.CLAIM): _S.BUILDING,
+    (None, _E.NO_ROOM): _S.WAITING,
+    (_S.WAITING, _E.NO_ROOM): _S.WAITING,
+    (_S.FAILED, _E.NO_ROOM): _S.WAITING,
     (_S.WAITING, _E.CLAIM): _S.BUILDING,
     (_S.FAILED, _E.CLAIM): _S.BUILDING,
     (_S.BUILDING, _E.FINISH): _S.BUILT,
@@ -109,6 +115,29 @@ class Listed:
     created_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextBuild:
+    """A build that can begin where it has room."""
+
+    model: Model
+    fingerprint: Fingerprint
+    needed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildChoice:
+    """What a worker with time builds, and what waits for room."""
+
+    build: NextBuild | None = None
+    """The first for which there is room, or could be."""
+    short: tuple[NextBuild, ...] = ()
+    """Those for which there cannot be, the first of them."""
+
+
+MOST_SHORT = 16
+"""As many are told of; the others are when those are built, or gone."""
+
+
 def next_build(
     wanted: Iterable[Wanted],
     builds: Mapping[Digest, Build],
@@ -117,12 +146,12 @@ def next_build(
     *,
     room_bytes: int,
     now_s: float,
-) -> tuple[Model, Fingerprint] | None:
+) -> BuildChoice:
     """What a worker with time builds next.
 
     1. A model whose artifact for this environment is listed needs none.
     2. ``manual`` and never asked for, or asked for before the last artifact was made: none.
-    3. One that does not fit into the worker's free room: not here.
+    3. One that does not fit into what the worker could have: not here, and not now.
     4. One that another worker builds: not now. One that failed: when its pause is over, or it was
        asked for since.
     5. Of the others those that were asked for go first, the oldest before.
@@ -132,7 +161,7 @@ def next_build(
         builds: by fingerprint.
         listed: every artifact.
         environment: the worker's.
-        room_bytes: of its device, what nothing has.
+        room_bytes: of its device, what is granted to nothing.
         now_s: on the clock of the other times.
     """
     artifacts = tuple(listed)
@@ -140,7 +169,7 @@ def next_build(
     newest: dict[Digest, float] = {}
     for one in artifacts:
         newest[one.model_digest] = max(one.created_s, newest.get(one.model_digest, 0.0))
-    found: list[tuple[float, ModelName, Model, Fingerprint]] = []
+    found: list[tuple[float, NextBuild]] = []
     for one in wanted:
         fingerprint = Fingerprint.of(environment, one.model)
         if fingerprint.digest in have:  # 1
@@ -150,18 +179,16 @@ def next_build(
             asked_s is None or asked_s <= newest.get(one.model.digest, 0.0)
         ):  # 2
             continue
-        if needed_bytes(one.model, environment) > room_bytes:  # 3
-            continue
         build = builds.get(fingerprint.digest)
         if build is not None and not _may_begin(build, asked_s, now_s):  # 4
             continue
-        found.append(
-            (now_s if asked_s is None else asked_s, one.model.name, one.model, fingerprint)
-        )
-    if not found:
-        return None
-    *_, model, fingerprint = min(found, key=lambda one: one[:2])  # 5
-    return model, fingerprint
+        needed = needed_bytes(one.model, environment)
+        choice = NextBuild(model=one.model, fingerprint=fingerprint, needed_bytes=needed)
+        found.append((now_s if asked_s is None else asked_s, choice))
+    found.sort(key=lambda one: (one[0], one[1].model.name))  # 5
+    short = [one for _, one in found if one.needed_bytes > room_bytes]  # 3
+    build = next((one for _, one in found if one.needed_bytes <= room_bytes), None)
+    return BuildChoice(build=build, short=tuple(short[:MOST_SHORT]))
 
 
 def needed_bytes(model: Model, environment: Environment) -> int:

@@ -110,6 +110,20 @@ class KvLoan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BuildLoan:
+    """Device memory of a build (``policy.lending``): what its worker would lend to KV, and free as
+    far as placing is concerned.
+    """
+
+    wanted_bytes: int = 0
+    """What it asks for, with what its engine keeps for itself; 0: there is none."""
+    offered_bytes: int = 0
+    """What the cache lends it, as the worker was told last."""
+    taken_bytes: int = 0
+    """What it has, until its engine's process has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldStage:
     """One stage on one worker, as the worker reports it."""
 
@@ -189,6 +203,7 @@ class WorkerFacts:
     (``devices.together``). Empty: of a release that does not say."""
     engine_start: EngineStart | None = None
     """Of the engine that is up, or was; None: there was none, or a release that does not say."""
+    build: BuildLoan = BuildLoan()
 
     @property
     def used_bytes(self) -> int:

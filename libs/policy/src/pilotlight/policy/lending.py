@@ -9,6 +9,9 @@ ends when anything else is granted that memory::
 The cache divides (``divide``), since it knows grants and importance. A worker carries it out
 (``next_resize``), and gives a newcomer room by itself, so that no loan is ever waited for longer
 than one step of its engine.
+
+A build of an artifact is lent room, too (``lend_build``): of what loans are offered and no request
+wants. Loans stay what they are, and their stages have less meanwhile.
 """
 
 from collections.abc import Sequence
@@ -96,6 +99,42 @@ def divide(
         Loan(instance_id=one.instance_id, num_bytes=num_bytes)
         for one, num_bytes in zip(borrowers, loans, strict=True)
     )
+
+
+def lend_build(
+    memory_bytes: int,
+    granted_bytes: int,
+    borrowers: Sequence[Borrower],
+    asked_bytes: int,
+) -> int:
+    """What a build on a device may have: all that it asks for, or nothing.
+
+    Every grant goes before it, and all that requests want. Nothing is kept back: what its engine
+    takes beside the model is in what it asks for.
+
+    Args:
+        memory_bytes: the device's, for models.
+        granted_bytes: as for ``divide``.
+        borrowers: the stages.
+        asked_bytes: with what the build's engine keeps for itself.
+    """
+    wanted_bytes = sum(min(one.wanted_bytes, one.most_bytes) for one in borrowers)
+    return asked_bytes if asked_bytes <= memory_bytes - granted_bytes - wanted_bytes else 0
+
+
+def counted_build(called_bytes: int, taken_bytes: int, free_bytes: int, *, leaves: bool) -> int:
+    """What a worker counts of a build where it looks after its loans.
+
+    One that has its room, or is to have it, counts whole: loans shrink for it. One that makes way
+    counts until its process has ended, and then no loan grows into it; but none shrinks for it.
+
+    Args:
+        called_bytes: that loans are called back for; 0: none yet.
+        taken_bytes: that it has.
+        free_bytes: of the device, neither granted nor lent.
+        leaves: it makes way.
+    """
+    return min(taken_bytes, max(0, free_bytes)) if leaves else max(called_bytes, taken_bytes)
 
 
 def _stay(

@@ -3,9 +3,19 @@
 from datetime import datetime
 from typing import Any
 
+from sqlalchemy import ColumnElement, func
+
+from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import from_row_json
-from pilotlight.common.messages.artifacts import ArtifactFact, BuildFact
-from pilotlight.policy.builds import Build, BuildState, MaterializePolicy
+from pilotlight.common.errors import NoRoom
+from pilotlight.common.messages.artifacts import (
+    ArtifactFact,
+    BuildFact,
+    EndBuild,
+    FinishBuild,
+    ReportBuild,
+)
+from pilotlight.policy.builds import Build, BuildState, MaterializePolicy, NextBuild
 from pilotlight.policy.ids import Digest, ModelName, WorkerId
 from pilotlight.policy.materialized import Artifact
 from pilotlight.policy.model import Model
@@ -43,6 +53,25 @@ def fact_of(row: Any) -> BuildFact:
     )
 
 
+def waiting_row(one: NextBuild, worker_id: WorkerId, room_bytes: int) -> dict[str, Any]:
+    """The row of a build that waits for room."""
+    needs = f"{one.needed_bytes} bytes of {worker_id}, which could have {room_bytes}"
+    return {
+        "fingerprint": one.fingerprint.digest,
+        "model": one.model.name,
+        "model_digest": one.model.digest,
+        "state": BuildState.WAITING.value,
+        "worker_id": worker_id,
+        "attempt": 0,
+        "step": "",
+        "share": 0.0,
+        "reason": f"{NoRoom.code}: waiting for room: {needs}",
+        "blobs": [],
+        "leased_until": func.now(),
+        "changed_at": func.now(),
+    }
+
+
 def artifact_of(row: Any) -> ArtifactFact:
     """What is told of an artifact."""
     artifact = None if row.body is None else from_row_json(row.body, Artifact)
@@ -55,6 +84,16 @@ def artifact_of(row: Any) -> ArtifactFact:
         created_at=told(row.created_at),
         made_for=artifact.fingerprint if artifact else None,
         prefill_tokens_per_s=round(rate, 1),
+    )
+
+
+def owned(of: ReportBuild | EndBuild | FinishBuild) -> ColumnElement[bool]:
+    """The row is still that worker's attempt. A lease that has lapsed and that nobody took is."""
+    return (
+        (tables.builds.c.fingerprint == of.fingerprint)
+        & (tables.builds.c.worker_id == of.worker_id)
+        & (tables.builds.c.attempt == of.attempt)
+        & (tables.builds.c.state == BuildState.BUILDING.value)
     )
 
 

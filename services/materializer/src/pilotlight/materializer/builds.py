@@ -4,7 +4,7 @@ Several materializers share the rows: every move is one conditional statement, b
 clock.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -24,12 +24,21 @@ from pilotlight.common.messages.artifacts import (
     Materials,
     ReportBuild,
 )
-from pilotlight.materializer.build_rows import artifact_of, build_of, fact_of, model_of, told
+from pilotlight.materializer.build_rows import (
+    artifact_of,
+    build_of,
+    fact_of,
+    model_of,
+    owned,
+    told,
+    waiting_row,
+)
 from pilotlight.policy.builds import (
     Build,
     BuildEvent,
     BuildState,
     Listed,
+    NextBuild,
     Wanted,
     sources,
 )
@@ -144,6 +153,30 @@ class BuildRepository:
                 )
         return attempt
 
+    async def wait(
+        self, waiting: Sequence[NextBuild], worker_id: WorkerId, room_bytes: int, read_s: float
+    ) -> None:
+        """Write that builds wait for room on a worker that has time.
+
+        Args:
+            waiting: which.
+            worker_id: that has time.
+            room_bytes: that it could have for them.
+            read_s: when it was read that they may begin; ones that moved since stay.
+        """
+        rows = [waiting_row(one, worker_id, room_bytes) for one in waiting]
+        statement = insert(_builds).values(rows)
+        new = statement.excluded
+        may_wait = _builds.c.state.in_([one.value for one in sources(BuildEvent.NO_ROOM)])
+        as_read = _builds.c.changed_at <= func.to_timestamp(read_s)
+        statement = statement.on_conflict_do_update(
+            index_elements=["fingerprint"],
+            set_={name: new[name] for name in ("state", "worker_id", "reason", "changed_at")},
+            where=may_wait & as_read & (_builds.c.reason != new.reason),
+        )
+        async with self._database.unit_of_work() as work:
+            await work.connection.execute(statement)
+
     async def renew(self, report: ReportBuild, lease_s: float) -> bool:
         """A worker's word of its build; False where it is not its own any more."""
         values: dict[str, Any] = {
@@ -157,18 +190,18 @@ class BuildRepository:
             )
         async with self._database.unit_of_work() as work:
             done = await work.connection.execute(
-                update(_builds).where(_owned(report)).values(**values)
+                update(_builds).where(owned(report)).values(**values)
             )
         return done.rowcount == 1
 
     async def end(self, ended: EndBuild) -> bool:
         """A build ended without an artifact; False where it was not that worker's any more."""
         state = BuildState.WAITING if ended.yielded else BuildState.FAILED
-        reason = "" if ended.yielded else f"{ended.code}: {ended.message}"
+        reason = f"{ended.code}: {ended.message}" if ended.code else ""
         async with self._database.unit_of_work() as work:
             done = await work.connection.execute(
                 update(_builds)
-                .where(_owned(ended))
+                .where(owned(ended))
                 .values(state=state.value, reason=reason, changed_at=func.now())
             )
             if done.rowcount:
@@ -205,7 +238,7 @@ class BuildRepository:
         async with self._database.unit_of_work() as work:
             done = await work.connection.execute(
                 update(_builds)
-                .where(_owned(finished))
+                .where(owned(finished))
                 .values(state=BuildState.BUILT.value, step="", share=1.0, changed_at=func.now())
                 .returning(_builds.c.model)
             )
@@ -356,16 +389,6 @@ class BuildRepository:
             )
             named |= {digest for row in announced for digest in row.blobs}
         return tuple(Digest(one) for one in sorted(blobs - named))
-
-
-def _owned(of: ReportBuild | EndBuild | FinishBuild) -> ColumnElement[bool]:
-    """The row is still that worker's attempt. A lease that has lapsed and that nobody took is."""
-    return (
-        (_builds.c.fingerprint == of.fingerprint)
-        & (_builds.c.worker_id == of.worker_id)
-        & (_builds.c.attempt == of.attempt)
-        & (_builds.c.state == BuildState.BUILDING.value)
-    )
 
 
 def _in(seconds: float) -> ColumnElement[datetime]:

@@ -87,9 +87,13 @@ class Coordination:
         self._metrics = metrics
 
     async def claim(self, request: ClaimBuild) -> BuildClaimed:
-        """A build for a worker with time, or nothing."""
+        """A build for a worker with time, or what room one takes, or nothing.
+
+        A worker asks twice: for what there is, and again when it has room for that. What waits for
+        room is no try.
+        """
         facts = await self._repository.facts()
-        found = next_build(
+        choice = next_build(
             facts.wanted,
             facts.builds,
             facts.listed,
@@ -97,9 +101,15 @@ class Coordination:
             room_bytes=request.room_bytes,
             now_s=facts.now_s,
         )
-        if found is None:
-            return BuildClaimed()
-        model, fingerprint = found
+        found, leased_bytes = choice.build, request.leased_bytes
+        if found is None or (leased_bytes is not None and found.needed_bytes > leased_bytes):
+            waiting = choice.short if found is None else (found, *choice.short)
+            if not waiting:
+                return BuildClaimed()
+            read_s, worker_id = facts.now_s, request.worker_id
+            await self._repository.wait(waiting, worker_id, request.room_bytes, read_s)
+            return BuildClaimed(needed_bytes=waiting[0].needed_bytes)
+        model, fingerprint = found.model, found.fingerprint
         attempt = await self._repository.claim(
             model, fingerprint.digest, request.worker_id, LEASE_S
         )

@@ -112,6 +112,8 @@ class _Builder:
             ahead: Of the one worker, if there is any.
         """
         self._ahead = ahead
+        self._builder: ProcessEngine | None = None
+        """The engine of a build, whose memory on the device is the worker's own, too."""
         settings = context.settings
         self._context = context
         self._kind = kind
@@ -184,15 +186,23 @@ class _Builder:
             faults="",
         )
 
-        def make_engine(*, record_images: bool, note_kernels: bool, witness: bool) -> EngineClient:
+        def make_engine(
+            *, device_bytes: int, record_images: bool, note_kernels: bool, witness: bool
+        ) -> EngineClient:
             made_for = replace(
-                options, record_images=record_images, note_kernels=note_kernels, witness=witness
+                options,
+                device_bytes=device_bytes,
+                record_images=record_images,
+                note_kernels=note_kernels,
+                witness=witness,
             )
-            return ProcessEngine(made_for, clock=context.clock)
+            self._builder = ProcessEngine(made_for, clock=context.clock)
+            return self._builder
 
         return Builds(
             worker.core,
             lambda: worker.stages.held,
+            worker.stages.lending,
             source,
             make_engine,
             worker.artifacts or Artifacts(worker.core, context.store, None),
@@ -241,6 +251,8 @@ class _Builder:
             return engine, None
         context = self._context
         readers = (NvmlReader(cuda_device(context.settings)),)
-        return engine, DeviceWatch(
-            readers, context.clock, context.background, lambda: engine.pids, WatchTimes()
-        )
+
+        def pids() -> frozenset[int]:
+            return engine.pids if self._builder is None else engine.pids | self._builder.pids
+
+        return engine, DeviceWatch(readers, context.clock, context.background, pids, WatchTimes())

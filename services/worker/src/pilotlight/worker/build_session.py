@@ -240,6 +240,16 @@ def _note(step: StepDone, outcome: Outcome) -> set[str]:
     return ended
 
 
+class MakeEngine(Protocol):
+    """Makes an engine, not started."""
+
+    def __call__(
+        self, *, device_bytes: int, record_images: bool, note_kernels: bool, witness: bool
+    ) -> EngineClient:
+        """See ``ChildOptions``."""
+        ...
+
+
 class MakeSession(Protocol):
     """Makes an engine for one step of a build, not started."""
 

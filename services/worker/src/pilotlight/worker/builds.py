@@ -2,26 +2,27 @@
 
 ::
 
-    no demand for a while ──claim──> build ──finish──> listed
-            ^                          │ a load or a request comes: the child is killed, the build goes back
-            └──────────────────────────┘
+    no demand for a while ──ask──> lease room ──claim──> build ──finish──> listed
+            ^                          │                   │ a load or a request comes: the child is killed, the build goes back
+            └──────────────────────────┴───────────────────┘
 
-The builder is a component of its own: an engine child beside the worker's, in device memory that
-nothing has. Demand goes first, always: the kill does not wait for the build.
+The builder is a component of its own: an engine child beside the worker's, in device memory that it
+leases from the cache (``build_room``). Demand goes first, always: the kill does not wait for the
+build.
 """
 
 import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
-from typing import Protocol
 
 import structlog
 from blake3 import blake3
 
 from pilotlight.common.bus import Subscription
-from pilotlight.common.errors import Conflict, PilotlightError, TransientError
+from pilotlight.common.errors import Conflict, NoRoom, PilotlightError, TransientError
 from pilotlight.common.messages.artifacts import (
     BUILD_WANTED_SUBJECT,
     CLAIM_BUILD_SUBJECT,
@@ -41,14 +42,18 @@ from pilotlight.common.messages.artifacts import (
 from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import Backoff, Wake, cancel_all, pause
+from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import Digest
+from pilotlight.policy.materialized import Environment
 from pilotlight.worker.artifacts import Artifacts
-from pilotlight.worker.build_session import BuildSession
+from pilotlight.worker.build_progress import Progress
+from pilotlight.worker.build_session import BuildSession, MakeEngine
 from pilotlight.worker.build_steps import Built, build
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engines.client import EngineClient
 from pilotlight.worker.held_table import HeldTable
+from pilotlight.worker.lending import Lending
 from pilotlight.worker.loading import PartSource
 
 log = structlog.get_logger()
@@ -62,14 +67,6 @@ KEPT_LOOK_S = 3.0
 BACKOFF = Backoff(first_s=0.2, limit_s=3.0)
 
 
-class MakeEngine(Protocol):
-    """Makes an engine, not started."""
-
-    def __call__(self, *, record_images: bool, note_kernels: bool, witness: bool) -> EngineClient:
-        """See ``ChildOptions``."""
-        ...
-
-
 class Builds:
     """A component: builds while there is no demand."""
 
@@ -77,6 +74,7 @@ class Builds:
         self,
         core: WorkerCore,
         held: Callable[[], HeldTable],
+        lending: Lending,
         source: PartSource,
         make_engine: MakeEngine,
         artifacts: Artifacts,
@@ -91,6 +89,7 @@ class Builds:
         Args:
             core: the worker's.
             held: its stages.
+            lending: its device's memory, of which builds lease some.
             source: of parts.
             make_engine: makes an engine for one step of a build, not started.
             artifacts: hears of what was built.
@@ -99,21 +98,24 @@ class Builds:
             graphs: artifacts for GPUs are to have some.
             ways: how those are recorded and restored.
         """
-        self._ways = ways or GraphWays()
+        self._ways = (ways or GraphWays()) if graphs else None
         self._core = core
         self._held = held
+        self._lending = lending
+        self._room = lending.build
         self._source = source
         self._make_engine = make_engine
         self._artifacts = artifacts
         self._store = store
         self._idle_s = idle_s
-        self._graphs = graphs
         self._looking: asyncio.Task[None] | None = None
         self._building: asyncio.Task[Built] | None = None
         self._engine: EngineClient | None = None
         self._demand_s = core.clock.monotonic_s()
         """When there was demand last."""
         self._yielded = False
+        self._short_bytes = 0
+        """What a build takes for which the device had no room; 0: none waits for that."""
         self._kept: tuple[Digest, Built] | None = None
         """What was built for a fingerprint, and could not be listed: the next claim of it has
         nothing left to build."""
@@ -143,6 +145,7 @@ class Builds:
     def make_way(self) -> None:
         """There is demand: end the build."""
         self._demand_s = self._core.clock.monotonic_s()
+        self._room.make_way()
         if self._building is not None and not self._building.done():
             self._yielded = True
             self._building.cancel()
@@ -164,12 +167,6 @@ class Builds:
             and not any(one.state is HeldState.LOADING for one in held)
         )
 
-    @property
-    def _room_bytes(self) -> int:
-        """Of the device, what nothing has."""
-        taken = sum(one.hold.device_bytes for one in self._held())
-        return max(0, self._core.device_bytes - taken)
-
     async def _on_wanted(self, wanted: BuildWanted) -> None:
         self._wake.set()
 
@@ -182,25 +179,60 @@ class Builds:
                 next_s = 0.0
             now_s = self._core.clock.monotonic_s()
             environment = self._core.environment
-            if environment is None or now_s < next_s or not self._idle:
+            if environment is None or not self._idle:
+                continue
+            fits = 0 < self._short_bytes <= self._lending.buildable_bytes
+            if now_s < next_s and not fits:
                 continue
             look_s = LOOK_S if self._kept is None else KEPT_LOOK_S
             next_s = now_s + look_s * self._rng.uniform(0.8, 1.2)
-            request = ClaimBuild(
-                worker_id=self._core.worker_id,
-                environment=environment,
-                room_bytes=self._room_bytes,
-            )
             with suppress(PilotlightError):
-                claimed = await self._core.bus.request(
-                    CLAIM_BUILD_SUBJECT, request, BuildClaimed, deadline_s=ASK_S
-                )
-                if claimed.build is not None:
-                    await self._build(claimed.build)
-                    next_s = 0.0  # There may be more.
+                if await self._one(environment):
+                    next_s = 0.0
 
-    async def _build(self, claimed: ClaimedBuild) -> None:
-        progress = _Progress(self._core.clock.monotonic_s() + claimed.lease_s)
+    async def _one(self, environment: Environment) -> bool:
+        """Make one build, if there is one and it has room; whether to look again at once.
+
+        Raises:
+            PilotlightError: the materializer does not answer.
+        """
+        found = await self._claim(environment, 0)
+        needed = found.needed_bytes
+        if found.build is not None:  # Of a release that knows of no leases.
+            needed = needed_bytes(found.build.model, environment)
+        is_short = needed > self._lending.buildable_bytes
+        self._short_bytes = needed if is_short else 0
+        if not needed or (is_short and found.build is None):
+            return False
+        try:
+            await self._room.lease(needed)
+        except NoRoom as error:
+            log.info("a build waits for room", action="build_waits", error=error.message)
+            if found.build is not None:
+                await self._end(found.build, yielded=True, code=error.code, message=error.message)
+            return not self._idle
+        try:
+            build = found.build
+            if build is None and self._idle:
+                build = (await self._claim(environment, needed)).build
+            return build is not None and await self._build(build)
+        finally:
+            self._room.give_back()
+
+    async def _claim(self, environment: Environment, leased_bytes: int) -> BuildClaimed:
+        request = ClaimBuild(
+            worker_id=self._core.worker_id,
+            environment=environment,
+            room_bytes=self._lending.buildable_bytes,
+            leased_bytes=leased_bytes,
+        )
+        return await self._core.bus.request(
+            CLAIM_BUILD_SUBJECT, request, BuildClaimed, deadline_s=ASK_S
+        )
+
+    async def _build(self, claimed: ClaimedBuild) -> bool:
+        """Whether to look for the next one at once: there may be more."""
+        progress = Progress(self._core.clock.monotonic_s() + claimed.lease_s)
         log.info("build begins", action="build_begun", model=claimed.model.name)
         self._yielded = False
         self._building = asyncio.create_task(
@@ -227,8 +259,11 @@ class Builds:
             later = self._keeps(claimed) and isinstance(error, TransientError | Conflict)
             if self._keeps(claimed) and not later:
                 self._kept = None
-            outcome = "yielded" if self._yielded or later else error.code
-            code, message = error.code, error.message
+            # A build that finds no room, also in the host pool, was no try.
+            waits = later or isinstance(error, NoRoom)
+            outcome = "yielded" if self._yielded or waits else error.code
+            if not self._yielded:
+                code, message = error.code, error.message
         finally:
             await self._kill()
             await cancel_all((renewing, self._building))
@@ -237,12 +272,14 @@ class Builds:
         log.info("build ended", action="build_ended", outcome=outcome, error=message)
         if outcome != "built":
             await self._end(claimed, yielded=outcome == "yielded", code=code, message=message)
+        return self._yielded or code != NoRoom.code
 
-    async def _built(self, claimed: ClaimedBuild, progress: "_Progress") -> Built:
+    async def _built(self, claimed: ClaimedBuild, progress: Progress) -> Built:
         if self._kept is not None and self._keeps(claimed):
             return self._kept[1]
-        ways = self._ways if self._graphs else None
-        made = await build(claimed, self._session, progress.tell, ways)
+        room_bytes = needed_bytes(claimed.model, claimed.fingerprint.environment)
+        session = partial(self._session, room_bytes)
+        made = await build(claimed, session, progress.tell, self._ways)
         self._kept = claimed.fingerprint.digest, made
         return made
 
@@ -250,10 +287,18 @@ class Builds:
         return self._kept is not None and self._kept[0] == claimed.fingerprint.digest
 
     def _session(
-        self, *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
+        self,
+        room_bytes: int,
+        *,
+        record_images: bool = False,
+        note_kernels: bool = False,
+        witness: bool = False,
     ) -> BuildSession:
         self._engine = self._make_engine(
-            record_images=record_images, note_kernels=note_kernels, witness=witness
+            device_bytes=room_bytes,
+            record_images=record_images,
+            note_kernels=note_kernels,
+            witness=witness,
         )
         return BuildSession(self._engine, self._source, self._core.worker_id)
 
@@ -263,7 +308,7 @@ class Builds:
             await engine.kill("the build makes way")
             await engine.stop()
 
-    async def _renew(self, claimed: ClaimedBuild, progress: "_Progress") -> None:
+    async def _renew(self, claimed: ClaimedBuild, progress: Progress) -> None:
         """Keep the lease, and tell how far it is, until it is not ours any more."""
         while True:
             await progress.changed.wait(claimed.lease_s / 4)
@@ -287,7 +332,7 @@ class Builds:
                     self._building.cancel()
                     return
 
-    async def _publish(self, claimed: ClaimedBuild, built: Built, progress: "_Progress") -> None:
+    async def _publish(self, claimed: ClaimedBuild, built: Built, progress: Progress) -> None:
         """Announce the objects, write them, have them listed: tried for as long as the lease lasts.
 
         Raises:
@@ -344,17 +389,3 @@ class Builds:
         # If nobody hears it, the lease ends by itself.
         with suppress(PilotlightError):
             await self._core.bus.request(END_BUILD_SUBJECT, ended, BuildHeard, deadline_s=ASK_S)
-
-
-class _Progress:
-    """How far a build is."""
-
-    def __init__(self, leased_until_s: float) -> None:
-        self.step, self.share = "", 0.0
-        self.leased_until_s = leased_until_s
-        """On the worker's clock, as far as it has heard."""
-        self.changed = Wake()
-
-    async def tell(self, step: str, share: float) -> None:
-        self.step, self.share = step, share
-        self.changed.set()

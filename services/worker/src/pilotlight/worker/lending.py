@@ -24,7 +24,13 @@ from pilotlight.common.messages.room import Lend
 from pilotlight.common.waiting import pause, within, woken
 from pilotlight.policy.cluster import HeldState, KvLoan
 from pilotlight.policy.ids import InstanceId
-from pilotlight.policy.lending import LendingRules, LentStage, Resize, next_resize
+from pilotlight.policy.lending import (
+    LendingRules,
+    LentStage,
+    Resize,
+    next_resize,
+)
+from pilotlight.worker.build_room import BuildRoom
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.held import Held
 from pilotlight.worker.held_table import HeldTable
@@ -66,6 +72,8 @@ class Lending:
         self._held = held
         self._quiet = quiet
         self._rules = rules
+        self.build = BuildRoom(core)
+        """What a build has beside grants and loans."""
         self._turned = asyncio.Event()
         """Set, and replaced, when the task has looked."""
         self._under_way: tuple[InstanceId, asyncio.Future[StageResized]] | None = None
@@ -79,6 +87,7 @@ class Lending:
         loans = {loan.instance_id: loan.num_bytes for loan in message.loans}
         for held in self._held:
             held.loan.offered_bytes = loans.get(held.hold.instance_id, 0)
+        self.build.offer(message.build_bytes)
         self.wake()
         self._core.changed.set()
 
@@ -143,6 +152,7 @@ class Lending:
         """
         if not held.kv_capacity_tokens < tokens <= self.limit_tokens(held):
             return
+        self._core.make_way()  # A build's room may be what is missing.
         held.loan.reaching.append(tokens)
         self.wake()
         try:
@@ -193,14 +203,23 @@ class Lending:
         )
 
     @property
+    def buildable_bytes(self) -> int:
+        """What a build could have if all that is lent were called back, beside what its engine
+        keeps for itself.
+        """
+        return max(0, self._unlent_bytes - self.build.beside_bytes)
+
+    @property
+    def _unlent_bytes(self) -> int:
+        """Not granted."""
+        resident = (held for held in self._held if held.state in RESIDENT)
+        return self._core.device_bytes - sum(held.view.device_bytes for held in resident)
+
+    @property
     def _free_bytes(self) -> int:
         """Neither granted nor lent; below 0: lent, and granted to others meanwhile."""
-        taken = sum(
-            held.view.device_bytes + held.loan.lent_bytes
-            for held in self._held
-            if held.state in RESIDENT
-        )
-        return self._core.device_bytes - taken
+        lent = sum(held.loan.lent_bytes for held in self._held if held.state in RESIDENT)
+        return self._unlent_bytes - lent
 
     def _offered_bytes(self, held: Held) -> int:
         """What it may have: while its engine refuses to grow, no more than it has."""
@@ -260,10 +279,10 @@ class Lending:
         return held.state is HeldState.READY and (held.loan.begun or not busy)
 
     def _next(self) -> Resize | None:
-        stages = self._stages()
-        granted_bytes = (
-            self._core.device_bytes - self._free_bytes - sum(one.lent_bytes for one in stages)
-        )
+        stages, free_bytes = self._stages(), self._free_bytes
+        # A build counts like a grant.
+        free_bytes -= self.build.counted_bytes(free_bytes, self._unlent_bytes)
+        granted_bytes = self._core.device_bytes - free_bytes - sum(one.lent_bytes for one in stages)
         return next_resize(self._core.device_bytes, granted_bytes, stages, self._rules)
 
     async def _follow(self) -> None:
@@ -272,6 +291,7 @@ class Lending:
             resize = self._next() if self._core.engine.alive else None
             if resize is not None:
                 await self._resize(resize)
+            self.build.look(self._free_bytes)
             turned, self._turned = self._turned, asyncio.Event()
             turned.set()
             self._count()
@@ -348,7 +368,7 @@ class Lending:
             done.set_result(outcome)
 
     async def _until_room(self) -> None:
-        while self._free_bytes < 0:
+        while self._free_bytes < self.build.taken_bytes:
             await self._turned.wait()
 
     async def _until_reached(self, held: Held, tokens: int) -> None:

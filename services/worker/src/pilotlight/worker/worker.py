@@ -18,6 +18,7 @@ from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
     Prefilled,
+    RoomLeft,
     SpareReady,
     StageFailed,
     StageLoaded,
@@ -182,6 +183,7 @@ class Worker:
             engine_up=core.engine.alive and self._starts.usable,
             health=self._health,
             engine_start=up.start if up is not None else None,
+            build=self.stages.lending.build.fact,
         )
 
     @property
@@ -241,6 +243,7 @@ class Worker:
     def _on_up(self, up: EngineUp) -> None:
         self._up, self._step = up, None
         self.core.environment = up.environment
+        self.stages.lending.build.beside_bytes = up.beside_bytes
         self._heard_s = self.core.clock.monotonic_s()
 
     def _on_back(self) -> None:
@@ -301,6 +304,8 @@ class Worker:
                     self.artifacts.on_renamed(event.old_id, event.instance_id)
             case StageResized():
                 self.stages.lending.on_resized(event)
+            case RoomLeft():
+                self.stages.lending.build.on_left(event)
             case StageConnected():
                 self.stages.on_joined(event)
             case PipelineLeft():
@@ -360,6 +365,7 @@ class Worker:
             code=died.code,
         )
         self._step = None
+        self.core.make_way()  # The next one finds out what its device has free.
         if self.artifacts is not None:
             self.artifacts.on_engine_died(died.code)
         message = f"the engine ended: {died.reason}"

@@ -72,7 +72,10 @@ class ClaimBuild(Message, frozen=True, kw_only=True):
     worker_id: WorkerId
     environment: Environment
     room_bytes: int
-    """Of its device, what nothing has."""
+    """Of its device, what a build could have: what is granted to nothing."""
+    leased_bytes: int | None = None
+    """What it has for a build: it is given none for which that is too little. None: of a release
+    that leases nothing, and is given one at once."""
 
 
 class ClaimedBuild(Message, frozen=True, kw_only=True):
@@ -85,9 +88,11 @@ class ClaimedBuild(Message, frozen=True, kw_only=True):
 
 
 class BuildClaimed(Message, frozen=True, kw_only=True):
-    """None: there is nothing to build."""
+    """None: there is nothing to build, or not before there is more room."""
 
     build: ClaimedBuild | None = None
+    needed_bytes: int = 0
+    """There is something to build for a worker that leases so much; 0: there is nothing."""
 
 
 class ReportBuild(Message, frozen=True, kw_only=True):

@@ -84,6 +84,15 @@ class ResizeStage(Message, tag="resize", frozen=True, kw_only=True):
     other, and KV has more room when all have it. 0: all of it at once."""
 
 
+class LeaveRoom(Message, tag="leave", frozen=True, kw_only=True):
+    """Leave so much of the device's memory to another process: no memory that is idle is kept that
+    it needs. ``RoomLeft`` follows.
+    """
+
+    device_bytes: int
+    """0: to none any more."""
+
+
 class UnloadStage(Message, tag="unload", frozen=True, kw_only=True):
     """Free a stage. Requests that still run on it end as cancelled."""
 
@@ -144,6 +153,7 @@ ToEngine = (
     | CallOffExtend
     | VouchStage
     | ResizeStage
+    | LeaveRoom
     | RenameStage
 )
 CommandFrame = Timed[ToEngine]
@@ -171,6 +181,9 @@ class EngineUp(Message, tag="up", frozen=True, kw_only=True):
     """As in ``Device``."""
     environment: Environment | None = None
     """What artifacts depend on; None of an engine that uses none."""
+    beside_bytes: int = 0
+    """Of the memory for models, what another engine on the device, of the same kind, would keep for
+    itself: its context, libraries and workspace. 0 where that is no device's memory."""
     start: EngineStart | None = None
 
 
@@ -224,6 +237,14 @@ class StageResized(Message, tag="resized", frozen=True, kw_only=True):
     device_bytes: int = 0
     """What this room takes, where that is less than was given: KV shrank by more than was asked
     for, or some layers wait for the others' memory. 0: all of it."""
+
+
+class RoomLeft(Message, tag="left-room", frozen=True, kw_only=True):
+    """What was to be left to another process is free, as far as it is this one's."""
+
+    device_bytes: int
+    refused: str = ""
+    """Why the device does not take it back; empty: it has."""
 
 
 class StageRefused(Message, tag="refused", frozen=True, kw_only=True):
@@ -332,6 +353,7 @@ FromEngine = (
     | restored.StageGraphs
     | restored.StageKernels
     | StageResized
+    | RoomLeft
     | StageRefused
     | PipelineLeft
     | RingUnformed

@@ -107,6 +107,8 @@ class Lend(Message, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     loans: tuple[Loan, ...] = ()
+    build_bytes: int = 0
+    """Room that a build on the device may have; 0: none, and one that has some makes way."""
 
 
 class Wanted(Message, frozen=True, kw_only=True):

@@ -38,9 +38,9 @@ POOL_BYTES = 16 << 30
 """Addresses of a slot's graph pool."""
 STEPS_BYTES = 1 << 30
 """Addresses for what captured steps of a slot's model read and write."""
-KV_CHUNK_BYTES, WHOLE_BYTES = 512 << 20, 1 << 30
-"""Longest chunks of KV, and of other memory. To map and unmap a chunk costs nearly the same
-whatever its length."""
+CHUNK_BYTES = 512 << 20
+"""Longest chunks. To map and unmap one costs nearly the same whatever its length; and what has been
+KV is used again for parameters if it is no shorter than an eighth of this, as chunks of it are."""
 POOL_CHUNK_BYTES = 32 << 20
 
 
@@ -53,7 +53,7 @@ class CudaArena:
 
     pool_bytes = POOL_BYTES
     steps_bytes = STEPS_BYTES
-    kv_chunk_bytes = KV_CHUNK_BYTES
+    kv_chunk_bytes = CHUNK_BYTES
     whole_granules = True
 
     def __init__(
@@ -97,6 +97,7 @@ class CudaArena:
         here."""
         self._slots = SlotTable(num_slots)
         self._backed = ExtentSet()
+        self._left_bytes = 0
         first, stop = num_slots * slot_bytes, (num_slots + 1) * slot_bytes
         self.workspace = TorchPool(
             Pool(self.native, self.native_arena, first, stop - POOL_BYTES, POOL_CHUNK_BYTES),
@@ -141,9 +142,9 @@ class CudaArena:
     @property
     def most_idle_bytes(self) -> int:
         """How much of that it may keep: with what is backed, no more than the capacity, so that
-        torch and the driver have theirs.
+        torch, the driver and what is left to another process have theirs.
         """
-        return max(0, self.capacity_bytes - self.backed_bytes)
+        return max(0, self.capacity_bytes - self.backed_bytes - self._left_bytes)
 
     @property
     def driver_calls(self) -> DriverCalls:
@@ -178,12 +179,12 @@ class CudaArena:
             return
         try:
             try:
-                self.native_arena.back(*extent, WHOLE_BYTES)
+                self.native_arena.back(*extent, CHUNK_BYTES)
             except OutOfMemory:
                 # torch may keep for itself what is missing, from large batches or tensors that were
                 # converted on the device.
                 self.trim()
-                self.native_arena.back(*extent, WHOLE_BYTES)
+                self.native_arena.back(*extent, CHUNK_BYTES)
         except NativeError as error:
             self._backed.remove(extent)
             refused = f"the device refuses {extent.num_bytes} bytes: {error}"
@@ -221,6 +222,16 @@ class CudaArena:
         self.workspace.trim()
         torch.cuda.empty_cache()
         self.native_arena.settle(0)
+
+    def leave(self, num_bytes: int) -> None:
+        """See ``Arena.leave``."""
+        self._left_bytes = num_bytes
+        self.native_arena.keep(self.most_idle_bytes)
+        if num_bytes:
+            try:
+                self.trim()
+            except NativeError as error:
+                raise EngineFailed(f"the device does not take memory back: {error}") from error
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Arena.tensor``."""

@@ -166,6 +166,9 @@ class CpuArena:
     def trim(self) -> None:
         """Nothing: torch's memory of the host is no concern of the arena."""
 
+    def leave(self, num_bytes: int) -> None:
+        """Nothing: what is not backed is the host's."""
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         return torch.frombuffer(self._bytes, dtype=dtype, count=prod(shape), offset=offset).view(

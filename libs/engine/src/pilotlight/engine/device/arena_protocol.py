@@ -186,6 +186,16 @@ class Arena(Protocol):
         """Gives back to the device what torch keeps for itself though nothing lies there."""
         ...
 
+    def leave(self, num_bytes: int) -> None:
+        """Leaves so much of the device to another process from now on; 0: nothing.
+
+        What is backed stays.
+
+        Raises:
+            EngineFailed: the device does not take back what is idle.
+        """
+        ...
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor over bytes of the arena, whatever they hold. At least one element."""
         ...

@@ -2,7 +2,7 @@
 layers, nothing but addresses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from math import prod
 
@@ -52,8 +52,7 @@ class StageMemory:
         self._kv = KvBacking(self._slot, self.layout, arena.granule_bytes, arena.kv_chunk_bytes)
         self._kv.add(range(stage.start, stage.stop))
         try:
-            for part in self.parts:
-                self._slot.back(self.layout.part(part))
+            self._back_all(self._runs(self.parts))
         except EngineError:
             self.close()
             raise
@@ -101,11 +100,21 @@ class StageMemory:
         """What the longer of two ranges has more than the shorter one: parts, and layers."""
         spec = self.decoder.spec
         held = spec.parts_of(shorter)
-        parts = [self.layout.part(part) for part in spec.parts_of(longer) if part not in held]
+        parts = self._runs(part for part in spec.parts_of(longer) if part not in held)
         return parts, [
             *range(longer.start, shorter.start),
             *range(shorter.stop, longer.stop),
         ]
+
+    def _runs(self, parts: Iterable[int]) -> list[Extent]:
+        """Where parts lie, in order, as few extents as can be: each is asked for in one piece."""
+        runs: list[Extent] = []
+        for part in parts:
+            extent = self.layout.part(part)
+            if runs and runs[-1].stop == extent.start:
+                extent = Extent(runs.pop().start, extent.stop)
+            runs.append(extent)
+        return runs
 
     def tensors(self, part: int) -> dict[str, Tensor]:
         """A part's tensors, by their names within it, in their places."""

@@ -155,6 +155,7 @@ def _serve(
         granule_bytes=device.arena.granule_bytes if device.arena.whole_granules else 1,
         memory_bytes_per_s=device.memory_bytes_per_s,
         environment=environment_of(device),
+        beside_bytes=device.beside_bytes,
         start=EngineStart(
             context_s=clock.monotonic_s() - imported_s,
             # A spare has imported them before.

@@ -63,6 +63,8 @@ class OpenDevice:
     """What of it other engines of the host can map."""
     memory_bytes_per_s: float = 0.0
     """What it reads of its own memory; 0: not measured."""
+    beside_bytes: int = 0
+    """As in ``EngineUp``."""
 
 
 def open_device(
@@ -158,6 +160,8 @@ def _open_cuda(
         pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes)),
         peer_memory=PeerMemory(arena.native, device),
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
+        # What is for no models, and not this engine's own either, is there for another one first.
+        beside_bytes=max(0, reserved - max(0, free_bytes - reserved - room_bytes)),
     )
 
 

@@ -10,7 +10,9 @@ import structlog
 
 from pilotlight.common.messages.engine import (
     FromEngine,
+    LeaveRoom,
     ResizeStage,
+    RoomLeft,
     StageOpened,
     StageRefused,
     StageResized,
@@ -38,12 +40,22 @@ from pilotlight.worker.engine_child.stages import StageLoads
 
 log = structlog.get_logger()
 
-PipelineCommand = OpenDoor | ConnectStage | ExtendStage | ResizeStage | VouchStage | RenameStage
+PipelineCommand = (
+    OpenDoor | ConnectStage | ExtendStage | ResizeStage | LeaveRoom | VouchStage | RenameStage
+)
+
+
+class LeavingArena(Protocol):
+    """What is asked of the device's memory."""
+
+    def leave(self, num_bytes: int) -> None: ...
 
 
 class PipelineEngine(Protocol):
     """What is asked of the engine for it."""
 
+    @property
+    def arena(self) -> LeavingArena: ...
     @property
     def channels(self) -> Sequence[Channel]: ...
     def connect(
@@ -103,6 +115,8 @@ class Pipelines:
                     self._send(DoorOpened(port=self._neighbours.open_door(command)))
                 case ConnectStage():
                     self._neighbours.connect(command)
+                case LeaveRoom():
+                    self._send(self._left(command.device_bytes))
                 case VouchStage():
                     self._engine.vouch(command.instance_id)
                 case ExtendStage():
@@ -132,7 +146,16 @@ class Pipelines:
                         )
                     )
         except Exception as error:  # noqa: BLE001 - what cannot be done to one stage must not end the others
-            self.refuse(None if isinstance(command, OpenDoor) else command.instance_id, error)
+            of_none = isinstance(command, OpenDoor | LeaveRoom)
+            self.refuse(None if of_none else command.instance_id, error)
+
+    def _left(self, num_bytes: int) -> RoomLeft:
+        """Leaves memory to another process, as far as the device lets it."""
+        try:
+            self._engine.arena.leave(num_bytes)
+        except EngineError as error:
+            return RoomLeft(device_bytes=num_bytes, refused=error.message)
+        return RoomLeft(device_bytes=num_bytes)
 
     def refuse(self, instance_id: InstanceId | None, error: Exception) -> None:
         """Says why a stage stays what it was."""

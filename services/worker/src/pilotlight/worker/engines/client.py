@@ -14,6 +14,7 @@ from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
     FromEngine,
+    LeaveRoom,
     LoadStage,
     PlacePart,
     ResizeStage,
@@ -126,6 +127,10 @@ class EngineClient(Protocol):
 
     async def resize_stage(self, command: ResizeStage) -> None:
         """Give a stage more bytes or fewer; ``StageResized`` or ``StageRefused`` follows."""
+        ...
+
+    async def leave_room(self, command: LeaveRoom) -> None:
+        """Leave memory of the device to another process; ``RoomLeft`` follows."""
         ...
 
     async def run(self, command: Run) -> None:

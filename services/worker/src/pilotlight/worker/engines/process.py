@@ -19,6 +19,7 @@ from pilotlight.common.messages.engine import (
     EngineFault,
     EngineUp,
     EventFrame,
+    LeaveRoom,
     LoadStage,
     PlacePart,
     ResizeStage,
@@ -98,8 +99,7 @@ class ProcessEngine:
         self._up: EngineUp | None = None
         self._reading: asyncio.Task[None] | None = None
         self._kill_reason = ""
-        """Why the child was killed, or the one that is being started is to be; until the next
-        start."""
+        """Why this child was killed, or is to be while it is started."""
         self._kill_code = ""
         self._stopping = False
         self._renewing = False
@@ -245,6 +245,9 @@ class ProcessEngine:
         await self._send(command)
 
     async def resize_stage(self, command: ResizeStage) -> None:
+        await self._send(command)
+
+    async def leave_room(self, command: LeaveRoom) -> None:
         await self._send(command)
 
     async def run(self, command: Run) -> None:

@@ -21,10 +21,12 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
+    LeaveRoom,
     LoadStage,
     PlacePart,
     Prefilled,
     ResizeStage,
+    RoomLeft,
     Run,
     StageFailed,
     StageLoaded,
@@ -174,6 +176,11 @@ class SimEngine:
         if command.must and self._requests.end_beyond(name, capacity_tokens):
             self._wake.set()
         await self._say(StageResized(instance_id=name, kv_capacity_tokens=capacity_tokens))
+
+    async def leave_room(self, command: LeaveRoom) -> None:
+        """There is no memory that could be kept."""
+        self._check()
+        await self._say(RoomLeft(device_bytes=command.device_bytes))
 
     async def vouch_stage(self, command: VouchStage) -> None:
         """Nothing is copied here that might not be whole."""

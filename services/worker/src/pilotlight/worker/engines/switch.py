@@ -22,6 +22,7 @@ from pilotlight.common.errors import EngineFailed, UnsupportedModel
 from pilotlight.common.messages.engine import (
     Abort,
     EngineUp,
+    LeaveRoom,
     LoadStage,
     PlacePart,
     Prefilled,
@@ -197,6 +198,10 @@ class EngineSwitch:
     async def resize_stage(self, command: ResizeStage) -> None:
         """See ``EngineClient.resize_stage``."""
         await self._having(command.instance_id).resize_stage(command)
+
+    async def leave_room(self, command: LeaveRoom) -> None:
+        """See ``EngineClient.leave_room``: the main engine has the device's memory."""
+        await self.main.leave_room(command)
 
     async def run(self, command: Run) -> None:
         """See ``EngineClient.run``."""
