@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import random
 from contextlib import suppress
+from weakref import ReferenceType, ref
 
 import pytest
 from hypothesis import given
@@ -82,6 +84,31 @@ async def test_within_is_cancelled_as_its_task_is() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert cleaned.is_set()
+
+
+class Thing:
+    """Something that a frame has."""
+
+
+@pytest.mark.anyio
+async def test_within_leaves_nothing_to_the_collector_when_it_is_cancelled() -> None:
+    things: list[ReferenceType[Thing]] = []
+
+    async def wait() -> None:
+        thing = Thing()
+        things.append(ref(thing))
+        await within(60.0, asyncio.Event().wait(), "nothing")
+
+    gc.disable()
+    try:
+        waiting = asyncio.create_task(wait())
+        await pause(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        del waiting
+        assert [thing() for thing in things] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.anyio

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.errors import BadRequest, CallerError, SourceChanged
+from pilotlight.common.errors import BadRequest, CallerError, SourceChanged, SourceUnavailable
 from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.pool import Hello, Lease
 from pilotlight.common.testing import until
+from pilotlight.common.waiting import pause
 from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.dataplane.pool_server import PoolServer
 from pilotlight.policy.ids import InstanceId, WorkerId
@@ -65,6 +66,31 @@ async def test_a_lease_brings_parts_and_ends_with_its_connection(served) -> None
         assert node.copies.drop([model.digest]) == ()
     await until(lambda: node.copies.copies("n")[0].leases == 0)
     assert node.copies.drop([model.digest]) == (model.digest,)
+
+
+async def test_a_lease_whose_close_is_broken_off_ends_all_the_same(served) -> None:
+    """``cancel_all`` asks a task again that takes long to end, as any does on a busy machine: that
+    also meets one that is closing its lease.
+    """
+    node, registered, _, server = served
+    lease = await client_of(server).lease(WORKER, ONE, registered.model, (0, 1))
+    assert [part.part async for part in lease] == [0, 1]
+    closing = asyncio.create_task(lease.close())
+    await pause(0)
+    closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled(), "it was broken off while it waited"
+    await until(lambda: server.connections == 0)
+    assert node.copies.copies("n")[0].leases == 0
+
+
+async def test_a_lease_on_a_pool_that_cannot_be_found_is_not_kept(served) -> None:
+    node, registered, _, server = served
+    node.pool.path.rename(node.pool.path.with_suffix(".away"))
+    with pytest.raises(SourceUnavailable, match="cannot be found") as caught:
+        await client_of(server).lease(WORKER, ONE, registered.model, (0,))
+    await until(lambda: server.connections == 0)
+    assert caught.value.__traceback__ is not None, "while that is there, its frames are, too"
 
 
 async def test_a_killed_process_holds_no_lease(served, tmp_path) -> None:

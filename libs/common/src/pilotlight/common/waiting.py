@@ -80,6 +80,10 @@ class Begun(Awaitable[T]):
                 self._waits_for = step()
             except StopIteration as end:
                 return end.value
+            finally:
+                # It may have an error, whose traceback has this frame: all that is in its frames,
+                # such as open connections, would stay until the collector comes.
+                del step
 
 
 async def woken(event: asyncio.Event, at_most_s: float) -> bool:

@@ -176,7 +176,11 @@ class PoolClient:
             priority=priority,
         )
         reader, writer, granted = await self.ask(request)
-        return PoolLease(self, request, reader, writer, granted)
+        try:
+            return PoolLease(self, request, reader, writer, granted)
+        except SourceUnavailable:
+            writer.close()
+            raise
 
     async def ask(
         self, request: Lease
@@ -280,6 +284,8 @@ class PoolLease:
             len(request.parts) + 2
         )
         self._keeping = asyncio.create_task(self._keep(), name=f"lease for {request.instance_id}")
+        # However that ends: ``close`` may be cancelled while it waits for it.
+        self._keeping.add_done_callback(lambda _: self._writer.close())
 
     async def __aenter__(self) -> Self:
         return self
@@ -305,9 +311,11 @@ class PoolLease:
         return kept and not self._keeping.done()
 
     async def close(self) -> None:
-        """End the lease: the parts may be dropped from now on."""
+        """End the lease: the parts may be dropped from now on.
+
+        It ends also when this is cancelled.
+        """
         await cancel_all((self._keeping,))
-        self._writer.close()
 
     async def _parts(self) -> AsyncIterator[PartReady]:
         """Each part as it becomes ready, in execution order; ends after the last.
