@@ -9,6 +9,7 @@ import pytest
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.tokens import SubmitReply, TokenEntry
+from pilotlight.gateway.serving import requests as requests_module
 from pilotlight.gateway.serving.testing import entries_of
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.request import FinishReason
@@ -250,8 +251,19 @@ async def test_refused_by_all_is_held_and_tried_again(world):
         SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.1)
     ] * 2
     response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
-    assert ": pilotlight queue=0" in response.text
+    assert ": pilotlight" not in response.text, "its turn came before there was much to tell"
     assert worker.submits[0].attempt == 3
+
+
+async def test_who_waits_for_long_while_an_instance_serves_is_told(world, monkeypatch):
+    monkeypatch.setattr(requests_module, "SOON_S", 0.01)
+    worker = await world.worker()
+    worker.refuse = [
+        SubmitReply(accepted=False, code="queue_full", message="full", retry_after_s=0.3)
+    ]
+    response = await world.http.post("/v1/completions", json={**PROMPT, "stream": True})
+    assert ": pilotlight queue=0" in response.text
+    assert worker.submits[0].attempt == 2
 
 
 async def test_caller_error_of_a_worker_is_final(world):

@@ -50,8 +50,10 @@ from pilotlight.policy.request import FinishReason
 log = structlog.get_logger()
 
 MAX_LOSSES = 3
-"""Attempts that may be lost before the first token, and again after it, before the request fails.
-"""
+"""Attempts lost before the first token, and again after it, with which the request fails."""
+SOON_S = 0.5
+"""A turn at an instance that serves comes sooner than that as a rule. To tell each of a burst that
+it waits would take time that others need for tokens, and more would wait."""
 AVOID_REFUSED_S = 0.1
 AVOID_LOST_S = 1.0
 
@@ -155,8 +157,13 @@ class _Life:
         return self._parts.queue.enter(ticket, returning=self._attempts > 0)
 
     def patience_s(self) -> float:
-        """How long it waits before it is told that it still does; the first time not at all."""
-        interval_s = self._parts.queue.progress_interval_s if self._told_held else 0.0
+        """How long it waits before it is told that it still does; the first time not at all where
+        no instance serves.
+        """
+        if self._told_held:
+            interval_s = self._parts.queue.progress_interval_s
+        else:
+            interval_s = SOON_S if self._parts.fleet.serving(self._request.model.name) else 0.0
         return min(interval_s, self._time.held_left_s())
 
     async def tell_held(self) -> None:
