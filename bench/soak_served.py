@@ -15,7 +15,6 @@ ms more; arrivals that pile up. Prints one JSON document, ends with 1 if anythin
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -53,14 +52,16 @@ Window = dict[str, Any]
 
 
 def resident_bytes(root_pid: int) -> dict[str, int]:
-    """By role, all processes beneath one."""
+    """By role, all processes beneath one; what several map, such as a database's buffers, is shared
+    out between them, and counts once.
+    """
     found: Counter[str] = Counter()
     for pid, (role, _) in cpu.read(root_pid).processes.items():
         try:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue  # It has just ended.
-        found[role] += pages * os.sysconf("SC_PAGE_SIZE")
+        found[role] += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return dict(found)
 
 
