@@ -64,7 +64,7 @@ class FaultyEngine(engine_module.Engine):
         room = super().begin_load(instance_id, *arguments, **options)
         resident = self._stages[instance_id]
         resident.compute = replace(
-            resident.compute, runner=FaultyRunner(resident.compute.runner, self._arena)
+            resident.compute, runner=FaultyRunner(resident.compute.runner, self.arena)
         )
         return room
 

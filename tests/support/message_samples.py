@@ -59,6 +59,8 @@ def sample(hint: Any, name: str, default: Any = None) -> Any:
         return sample(
             next(argument for argument in arguments if argument is not type(None)), name, default
         )
+    if origin is typing.Literal:
+        return next(one for one in arguments if one != default)
     if origin in (tuple, list):
         return origin(sample(arguments[0], name) for _ in range(2))
     if origin is dict:

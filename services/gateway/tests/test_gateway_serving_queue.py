@@ -176,23 +176,6 @@ async def test_bounds():
     assert queue.held == 3
 
 
-async def test_who_would_be_turned_away_is_told_before_anything_is_done_for_it():
-    queue, clock = held(model_requests=2)
-    queue.check_room(FOX, FairShare())
-    for _ in range(2):
-        queue.enter(of(clock, "flood"))
-    with pytest.raises(TooManyHeld) as early:
-        queue.check_room(FOX, FairShare("flood"))
-    with pytest.raises(TooManyHeld) as late:
-        queue.enter(of(clock, "flood"))
-    assert str(early.value) == str(late.value)
-    assert early.value.retry_after_s == late.value.retry_after_s
-    # Others have room there, and other models have it for all; to ask takes nobody's place.
-    queue.check_room(FOX, FairShare("little"))
-    queue.check_room(CAT, FairShare("flood"))
-    assert queue.held == 2
-
-
 async def test_leaving_frees_the_place():
     queue, clock = held(total_requests=1, model_requests=1)
     with queue.enter(ticket(clock, 10)):

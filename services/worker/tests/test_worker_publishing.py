@@ -100,6 +100,7 @@ class Materializer:
 async def rig(make_rig: MakeRig) -> Rig:
     made = await make_rig()
     made.worker.core.environment = HERE
+    made.worker.core.device_bytes = 1 << 26
     await made.lend_builds()
     return made
 
