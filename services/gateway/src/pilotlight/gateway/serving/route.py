@@ -19,9 +19,10 @@ from pilotlight.policy.cluster import HeldState, Liveness, WorkerFacts
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.plan import Instance, InstanceRole
 
-MAX_UNCONFIRMED = 32
+MAX_UNCONFIRMED = 128
 """Submits to one instance that may be without an answer: more would only pile up in front of its
-queue."""
+queue. With a quarter of that, a gateway that is busy bounds itself: answers of submits wait there
+for their turn, too, and what is held meanwhile costs it more."""
 UNREPORTED_FOR_S = 0.5
 """After so long an accepted request shows in its worker's reports."""
 STEP_FLOOR_S = 0.001
