@@ -129,6 +129,8 @@ async def test_a_full_queue_is_429(make_world):
     assert response.status_code == 429
     assert int(response.headers["retry-after"]) >= 1
     assert response.json()["error"]["code"] == "too_many_held"
+    refused = {"model": "fox", "status": "too_many_held"}
+    assert world.metrics.get_sample_value("pilotlight_requests_total", refused) == 1
     with pytest.raises(openai.RateLimitError):
         await world.client.completions.create(model="fox", prompt="x", max_tokens=99)
     await world.worker()

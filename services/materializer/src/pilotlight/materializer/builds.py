@@ -164,8 +164,9 @@ class BuildRepository:
             room_bytes: that it could have for them.
             read_s: when it was read that they may begin; ones that moved since stay.
         """
-        rows = [waiting_row(one, worker_id, room_bytes) for one in waiting]
-        statement = insert(_builds).values(rows)
+        # Two names of one checkpoint are one build.
+        of = {one.fingerprint.digest: waiting_row(one, worker_id, room_bytes) for one in waiting}
+        statement = insert(_builds).values([*of.values()])
         new = statement.excluded
         may_wait = _builds.c.state.in_([one.value for one in sources(BuildEvent.NO_ROOM)])
         as_read = _builds.c.changed_at <= func.to_timestamp(read_s)

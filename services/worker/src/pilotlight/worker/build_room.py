@@ -71,7 +71,8 @@ class BuildRoom:
 
     def offer(self, num_bytes: int) -> None:
         """Take what the cache lends; a build that has more makes way."""
-        self._offered_bytes = num_bytes
+        # What comes late for a build that has ended is for none.
+        self._offered_bytes = num_bytes if self._wanted_bytes else 0
         if num_bytes < self._taken_bytes:
             self._core.make_way()
 

@@ -244,6 +244,9 @@ class Builds:
             if not self._idle:
                 self.make_way()
             built = await self._building
+            # What is left to be done takes no memory.
+            await self._kill()
+            self._room.give_back()
             await self._publish(claimed, built, progress)
             self._kept = None
             self._artifacts.forget(claimed.fingerprint.digest)
@@ -252,6 +255,7 @@ class Builds:
                 # Not the build was called off, but this.
                 await self._kill()
                 await cancel_all((self._building,))
+                self._room.give_back()
                 await self._end(claimed, yielded=True)
                 raise
             outcome = "yielded"
@@ -268,6 +272,7 @@ class Builds:
             await self._kill()
             await cancel_all((renewing, self._building))
             self._building = None
+            self._room.give_back()
         self._core.metrics.builds.labels(outcome=outcome).inc()
         log.info("build ended", action="build_ended", outcome=outcome, error=message)
         if outcome != "built":

@@ -27,6 +27,7 @@ from pilotlight.gateway.openai.choice import Choice, ExchangeParts
 from pilotlight.gateway.openai.completions import CompletionShapes
 from pilotlight.gateway.openai.conversation import conversation_of
 from pilotlight.gateway.openai.document import openapi_document
+from pilotlight.gateway.openai.early import check_room
 from pilotlight.gateway.openai.echo import NOTHING_TOLD, PromptTelling, telling_of
 from pilotlight.gateway.openai.exchange import Exchange
 from pilotlight.gateway.openai.names import Models, for_task
@@ -222,7 +223,7 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        self._exchanges.requests.check_room(entry.model.name, asker.key.tenant.share)
+        check_room(self._exchanges, asker, entry)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
@@ -240,7 +241,7 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        self._exchanges.requests.check_room(entry.model.name, asker.key.tenant.share)
+        check_room(self._exchanges, asker, entry)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)
