@@ -1,7 +1,7 @@
 """Builds that wait for room: they are seen, and are no tries."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,15 @@ from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.materializer.app import build
 from pilotlight.materializer.settings import MaterializerSettings
 from pilotlight.policy.builds import needed_bytes
-from pilotlight.policy.ids import WorkerId
+from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.testing import environment, model
 
 pytestmark = pytest.mark.anyio
 
 DEADLINE_S = 5.0
 HERE, MODEL = environment(), model("a")
+TWIN = replace(MODEL, name=ModelName("twin"))
+"""The same checkpoint by another name."""
 NEEDED = needed_bytes(MODEL, HERE)
 
 
@@ -59,8 +61,8 @@ class Rig:
             CLAIM_BUILD_SUBJECT, message, BuildClaimed, deadline_s=DEADLINE_S
         )
 
-    async def ask(self) -> None:
-        message = Materialize(model=MODEL.name)
+    async def ask(self, name: ModelName = MODEL.name) -> None:
+        message = Materialize(model=name)
         await self.bus.request(MATERIALIZE_SUBJECT, message, Materials, deadline_s=DEADLINE_S)
 
     async def build(self) -> BuildFact | None:
@@ -94,11 +96,14 @@ async def rig(
 ) -> AsyncIterator[Rig]:
     engine = create_engine(module_database, poolclass=NullPool)
     now = {"created_at": text("now()"), "updated_at": text("now()")}
-    row = {"name": MODEL.name, "digest": MODEL.digest, "body": to_row_json(MODEL), **now}
+    rows = [
+        {"name": one.name, "digest": one.digest, "body": to_row_json(one), **now}
+        for one in (MODEL, TWIN)
+    ]
     with engine.begin() as connection:
         connection.execute(text("TRUNCATE materializer.builds, materializer.wants"))
         connection.execute(delete(tables.models))
-        connection.execute(insert(tables.models).values(**row))
+        connection.execute(insert(tables.models).values(rows))
     (tmp_path / "cluster-key").write_text("the cluster's key")
     settings = MaterializerSettings(
         database_url=database_settings("materializer").database_url,
@@ -146,6 +151,15 @@ async def test_one_for_which_no_worker_could_have_room_says_so(rig: Rig) -> None
     fact = await rig.build()
     assert fact is not None
     assert (fact.attempt, fact.worker_id) == (0, "w2")
+
+
+async def test_one_checkpoint_of_two_names_waits_once(rig: Rig) -> None:
+    await rig.ask()
+    await rig.ask(TWIN.name)
+    assert await rig.claim(0, NEEDED - 1) == BuildClaimed(needed_bytes=NEEDED)
+    fact = await rig.build()
+    assert fact is not None
+    assert fact.state == "waiting"
 
 
 async def test_a_build_that_gives_its_room_back_is_taken_up_again(rig: Rig) -> None:
