@@ -163,11 +163,7 @@ def first_layer(shape: str) -> Told:
     watch = Stopwatch()
     model.begin(plan)
     watch.stage("init")
-    for part in (0, 1):
-        model.engine.place_part(INSTANCE, part, model.sources(part))
-    watch.stage("first_weights")
-    rest = threading.Thread(target=place_rest, args=(model,), name="weights")
-    rest.start()
+    rest = first_parts(model, watch)
     began_s = time.perf_counter()
     assert isinstance(plan.steps, CudaRangeRunner)
     for rows in SIZES:
@@ -186,6 +182,16 @@ def place_rest(model: Model) -> None:
     torch.cuda.set_device(0)  # the thread has the device's context
     for part in model.parts[2:]:
         model.engine.place_part(INSTANCE, part, model.sources(part))
+
+
+def first_parts(model: Model, watch: Stopwatch) -> threading.Thread:
+    """The first layer's parts and those before it, placed; what places the others meanwhile."""
+    for part in (0, 1):
+        model.engine.place_part(INSTANCE, part, model.sources(part))
+    watch.stage("first_weights")
+    rest = threading.Thread(target=place_rest, args=(model,), name="weights")
+    rest.start()
+    return rest
 
 
 def ours(shape: str, folder: Path) -> Told:

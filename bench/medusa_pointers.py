@@ -13,7 +13,6 @@
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -31,8 +30,8 @@ if __name__ == "__main__" and sys.argv[1] in ("witness", "pointers"):
 
 import structlog
 import torch
-from materialize_job import INSTANCE, READY_S, SLOT, Model
-from medusa_job import Stopwatch, place_rest
+from materialize_job import READY_S, SLOT, Model
+from medusa_job import Stopwatch, first_parts
 
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.engine.cuda.arena import ADDRESSES
@@ -108,11 +107,7 @@ def medusa(shape: str, folder: Path) -> Told:
     watch = Stopwatch()
     model.begin(plan, slot=RESTORED_SLOT)
     watch.stage("init")
-    for part in (0, 1):
-        model.engine.place_part(INSTANCE, part, model.sources(part))
-    watch.stage("first_weights")
-    rest = threading.Thread(target=place_rest, args=(model,), name="weights")
-    rest.start()
+    rest = first_parts(model, watch)
     began_s = time.perf_counter()
     plan.trigger()
     torch.cuda.current_stream().synchronize()

@@ -2,12 +2,7 @@
 inputs and a poisoned pool; or refused by name.
 """
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,27 +11,11 @@ import torch
 pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
 
 import restored_steps
+from step_processes import GRAPHS, Record, last_line_of
 
 pytestmark = pytest.mark.gpu
 
-Record = Callable[[str, object], None]
-GRAPHS = 35 + 8
-"""Of decode steps, and of prompts."""
-CHILD_S = 300
-
-
-def child(*arguments: str) -> dict[str, Any]:
-    """One line of JSON of a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(Path(restored_steps.__file__)), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=CHILD_S,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, f"{arguments}: {done.stderr[-4000:]}"
-    return json.loads(done.stdout.strip().splitlines()[-1])
+child = partial(last_line_of, restored_steps)
 
 
 def differing(found: dict[str, str], expected: dict[str, str]) -> list[str]:

@@ -4,7 +4,6 @@ once or not at all, collected.
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,10 +40,7 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.store import ObjectStore, artifact_key
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.materializer.app import build
 from pilotlight.materializer.coordination import Upkeep
-from pilotlight.materializer.settings import MaterializerSettings
 from pilotlight.policy.ids import Digest, WorkerId
 from pilotlight.policy.materialized import (
     COMPILE_CACHE,
@@ -184,24 +180,11 @@ def owner(module_database: URL) -> Any:
 
 
 @pytest.fixture
-async def rig(
-    make_context: MakeContext, database_settings: DatabaseSettingsOf, owner: Any, tmp_path: Path
-) -> AsyncIterator[Rig]:
-    (tmp_path / "cluster-key").write_text("the cluster's key")
-    settings = MaterializerSettings(
-        database_url=database_settings("materializer").database_url,
-        secrets_dir=tmp_path,
-        artifact_upkeep_interval_s=3600.0,
-    )
-    context = make_context("materializer", settings)
-    application = await build(context)
-    for component in application.components:
-        await component.start()
-    (database,) = [one for one in application.components if isinstance(one, Database)]
-    (upkeep,) = [one for one in application.components if isinstance(one, Upkeep)]
-    yield Rig(bus=context.bus, store=context.store, database=database, upkeep=upkeep)
-    for component in reversed(application.components):
-        await component.stop()
+async def rig(running: Any, owner: Any) -> AsyncIterator[Rig]:
+    async with running() as (context, application):
+        (database,) = [one for one in application.components if isinstance(one, Database)]
+        (upkeep,) = [one for one in application.components if isinstance(one, Upkeep)]
+        yield Rig(bus=context.bus, store=context.store, database=database, upkeep=upkeep)
 
 
 async def claimed(rig: Rig) -> ClaimedBuild:

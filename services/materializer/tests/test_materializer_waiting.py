@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,6 @@ from pilotlight.common.messages.artifacts import (
     Materialize,
     Materials,
 )
-from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
-from pilotlight.materializer.app import build
-from pilotlight.materializer.settings import MaterializerSettings
 from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.ids import ModelName, WorkerId
 from pilotlight.policy.testing import environment, model
@@ -88,12 +84,7 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(
-    make_context: MakeContext,
-    database_settings: DatabaseSettingsOf,
-    module_database: URL,
-    tmp_path: Path,
-) -> AsyncIterator[Rig]:
+async def rig(running: Any, module_database: URL) -> AsyncIterator[Rig]:
     engine = create_engine(module_database, poolclass=NullPool)
     now = {"created_at": text("now()"), "updated_at": text("now()")}
     rows = [
@@ -104,19 +95,8 @@ async def rig(
         connection.execute(text("TRUNCATE materializer.builds, materializer.wants"))
         connection.execute(delete(tables.models))
         connection.execute(insert(tables.models).values(rows))
-    (tmp_path / "cluster-key").write_text("the cluster's key")
-    settings = MaterializerSettings(
-        database_url=database_settings("materializer").database_url,
-        secrets_dir=tmp_path,
-        artifact_upkeep_interval_s=3600.0,
-    )
-    context = make_context("materializer", settings)
-    application = await build(context)
-    for component in application.components:
-        await component.start()
-    yield Rig(bus=context.bus)
-    for component in reversed(application.components):
-        await component.stop()
+    async with running() as (context, _):
+        yield Rig(bus=context.bus)
     engine.dispose()
 
 

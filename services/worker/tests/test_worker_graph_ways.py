@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from artifact_listing import an_artifact
 
+from pilotlight.common.errors import SettingsInvalid
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.graphs import GraphWays, Precomputed
@@ -114,3 +115,11 @@ def test_a_stage_that_is_to_grow_has_its_kernels_from_images(model: Model) -> No
     assert plan._open.__self__.kernels is None
     plans.placed(INSTANCE, 0)
     plans.placed(INSTANCE, 1)
+
+
+@pytest.mark.parametrize("way", [{"graph_pointers": "indirect"}, {"graph_kernels": "symbol"}])
+def test_launch_lists_are_refused_beside_ways_that_have_none(way: Any) -> None:
+    WorkerSettings(launch_lists=True)
+    WorkerSettings(**way)
+    with pytest.raises(SettingsInvalid, match="leave one of them out"):
+        WorkerSettings(launch_lists=True, **way)

@@ -124,9 +124,12 @@ class BuildRoom:
             self._core.background.spawn("memory of a build", self._back())
 
     def on_left(self, event: RoomLeft) -> None:
-        """The engine has let go of what was idle."""
+        """The engine has let go of what was idle; what is said of another amount answers what was
+        asked before.
+        """
         waiting = self._leaving_room
-        if waiting is not None and not waiting.done():
+        asked = event.device_bytes == self._wanted_bytes
+        if waiting is not None and asked and not waiting.done():
             waiting.set_result(event)
 
     @property

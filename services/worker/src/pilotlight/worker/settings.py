@@ -1,9 +1,9 @@
 """Settings of a worker process."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pilotlight.common.settings import ServiceSettings
 
@@ -141,3 +141,14 @@ class WorkerSettings(ServiceSettings):
     sim_decode_step_s: float = Field(
         0.005, ge=0, description="Simulated worker: seconds that a step takes."
     )
+
+    @model_validator(mode="after")
+    def _launches_what_it_restores(self) -> Self:
+        if self.launch_lists and (self.graph_pointers, self.graph_kernels) != (
+            "addresses",
+            "images",
+        ):
+            raise ValueError(
+                "launch_lists goes with graph_pointers=addresses and graph_kernels=images alone: leave one of them out"
+            )
+        return self
