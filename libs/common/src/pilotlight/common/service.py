@@ -48,7 +48,7 @@ SETTINGS_INVALID = "settings_invalid"
 """``action`` of the last log line of a service that cannot start: the process that started it tells
 of it in these words."""
 LOOKS_FOR_GARBAGE = (10_000, 20, 200)
-"""Objects that are new, looks at those, and looks at what survived them, before the next wider look.
+"""New objects, looks at those, and looks at what survived them, before the next wider look.
 
 By Python's own (700, 10, 10) a gateway with thousands of requests under way looks at all of them
 every second, a fifth of a second each time: with a third of its core gone it has more under way.
