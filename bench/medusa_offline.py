@@ -135,7 +135,8 @@ def main() -> None:
 
 async def measure(model: Model, source: Any, log_path: Path) -> Told:
     """What the parts of its build take."""
-    uuid = list_gpus()[0].uuid
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    gpu = shown or list_gpus()[0].uuid
 
     def make(
         *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
@@ -144,7 +145,7 @@ async def measure(model: Model, source: Any, log_path: Path) -> Told:
             threads=2,
             log_path=log_path,
             device=DeviceKind.CUDA,
-            cuda_devices=(uuid,),
+            cuda_devices=(gpu,),
             record_images=record_images,
             note_kernels=note_kernels,
             witness=witness,
