@@ -86,6 +86,16 @@ async def test_health_and_readiness(world):
     assert (await world.http.get("/readyz")).status_code == 200
 
 
+class CountedPresence(Presence):
+    """Knows how often it was put."""
+
+    said = 0
+
+    async def _say(self):
+        await super()._say()
+        self.said += 1
+
+
 async def test_presence(bus, make_context):
     seen = {}
     changed = asyncio.Event()
@@ -97,11 +107,13 @@ async def test_presence(bus, make_context):
     watching = asyncio.create_task((await bus.bucket(GATEWAYS)).watch(GatewayInfo, note))
     reconnecting = ReconnectingBus(bus)
     background = make_context("gateway", GatewaySettings()).background
-    presence = Presence(
+    presence = CountedPresence(
         reconnecting, SystemClock(), background, "gw-1", lambda: "http://127.0.0.1:8000"
     )
     await presence.start()
     await presence.start()
+    # What repeats it begins at once: that would put back what is deleted before it.
+    await until(lambda: presence.said == 2)
     await changed.wait()
     changed.clear()
     assert seen["gw-1"].url == "http://127.0.0.1:8000"
