@@ -66,7 +66,10 @@ def test_what_requests_will_need_comes_behind_what_steps_wait_for() -> None:
     _, one = ask(one, 8, kernels_loaded=False)
     assert all_of(one) == [8, prompt_size(64), 1, 16, 2, 4, prompt_size(16)]
     done = ended(began(one, 1), 1, restored=True)
-    assert expect(replace(done, expected=()), 1).expected == (), "what is ready is not expected"
+    again = expect(replace(done, expected=()), 1)
+    assert again.expected == (1,), "others wait until it has run"
+    assert rests(replace(again, asked=()), set())
+    assert 1 not in all_of(again), "it does not come twice"
 
 
 def test_others_wait_until_what_a_request_needs_has_run() -> None:

@@ -72,6 +72,10 @@ class Compute:
     """See ``GraphSupplier.expect``."""
     extended: Callable[[], None] = _nothing
     """See ``GraphSupplier.extended``."""
+    rehearse: Callable[[], None] = _nothing
+    """Does once, on nothing of any request, what would take longer at its first use."""
+    arriving: Callable[[], None] = _nothing
+    """See ``GraphSupplier.arriving``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""
 
@@ -121,6 +125,7 @@ def compute_on(
     # Only here: on a machine without a GPU there may be no triton.
     from pilotlight.engine.cuda.capture import CaptureOnSecondUse, keep_generator_memory
     from pilotlight.engine.cuda.graphs import GraphSet
+    from pilotlight.engine.cuda.rehearsal import Rehearsal
     from pilotlight.engine.cuda.runner import CudaRangeRunner
     from pilotlight.engine.cuda.sampler import CudaSampler
 
@@ -139,6 +144,14 @@ def compute_on(
         graphs.close()
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
+    rehearsal = Rehearsal(memory, sampler, runner if plan is not None else None)
     return Compute(
-        runner, sampler, sampler.launch, supplier.expect, supplier.extended, graphs.close
+        runner,
+        sampler,
+        sampler.launch,
+        supplier.expect,
+        supplier.extended,
+        rehearsal,
+        supplier.arriving,
+        graphs.close,
     )

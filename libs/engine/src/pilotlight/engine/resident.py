@@ -98,14 +98,15 @@ class ResidentStage:
         self.memory = StageMemory(arena, decoder, stage, dtype, slot)
         self.parameters = Parameters(self.memory)
         try:
-            # The bus is what a start waits for: it has something to do while all else is set up.
-            self.parameters.order(early() if early is not None else {})
             self.kv = KvCache(self.memory, self.num_blocks)
             self.compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
-            self.parameters.close()
             self.memory.close()
             raise
+        self.parameters.meanwhile = self.compute.rehearse
+        self.parameters.behind_last = self.compute.arriving
+        # Behind all that maps memory: copies and a driver that maps wait for each other.
+        self.parameters.order(early() if early is not None else {})
         self.sample = self.compute.sample
         # An instance is one model in one dtype: its name tells contents apart, also between the
         # stages that share it.
@@ -267,17 +268,14 @@ class ResidentStage:
         self, launched: LaunchedStep, monotonic_s: Callable[[], float], *, may_wait: bool
     ) -> StageStep:
         """Hands out what a batch gave, after starting the next one if nothing else can want the
-        device meanwhile.
+        device meanwhile. The stage's first token waits for no other batch.
         """
-        launch = self.compute.launch
-        following = (
-            self.scheduler.follow_on(launched.plan, monotonic_s())
-            if may_wait and launch is not None
-            else None
-        )
-        if following is not None and launch is not None:
-            logits = self.run(following.batch, launched.inputs_of(following))
-            self._launched = launch_step(following, logits, launch, ahead=1)
+        launch = self.compute.launch if may_wait and self._has_sampled else None
+        if launch is not None:
+            following = self.scheduler.follow_on(launched.plan, monotonic_s())
+            if following is not None:
+                logits = self.run(following.batch, launched.inputs_of(following))
+                self._launched = launch_step(following, logits, launch, ahead=1)
         finished = launched.wait()
         self.scheduler.advance(finished.plan)
         return self.hand_out(finished.plan, finished.requests, finished.sampled, monotonic_s())

@@ -1,7 +1,7 @@
 """A device, its memory at fixed addresses, and pools of it for torch's allocator."""
 
 import ctypes
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass, fields
@@ -122,7 +122,22 @@ class DeviceArena:
             OutOfMemory: the device has no such memory, and not enough is idle.
             NativeError: it is backed already, at least in part.
         """
-        self._library.call("arena_back", self.pointer, start, stop, chunk_bytes)
+        self.back_all([(start, stop)], chunk_bytes)
+
+    def back_all(self, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> None:
+        """The same behind each of several ranges, all or nothing. No chunk lies in two of them, and
+        what lies side by side gets its access in one call of the driver.
+
+        Args:
+            ranges: in order, none beginning before the one before it ends.
+            chunk_bytes: of the longest chunks.
+
+        Raises:
+            OutOfMemory: the device has no such memory, and not enough is idle.
+            NativeError: some of it is backed already, or they are not in order.
+        """
+        bounds = _bounds(ranges)
+        self._library.call("arena_back", self.pointer, bounds, len(ranges), chunk_bytes)
 
     def unback(self, *ranges: tuple[int, int]) -> None:
         """Takes the memory behind each [start, stop) away, when the device has done what was asked
@@ -139,10 +154,7 @@ class DeviceArena:
                 driver refuses. Nothing has changed then, unless a full device had to give the
                 memory first that is refused afterwards: ``backed`` tells.
         """
-        bounds = [bound for each in ranges for bound in each]
-        self._library.call(
-            "arena_unback", self.pointer, (c_uint64 * len(bounds))(*bounds), len(ranges)
-        )
+        self._library.call("arena_unback", self.pointer, _bounds(ranges), len(ranges))
 
     def keep(self, most_idle_bytes: int) -> None:
         """Keeps so many idle bytes at most from now on; none, unless told.
@@ -248,6 +260,11 @@ class DeviceArena:
         if self.pointer:
             self._library.get("arena_close", self.pointer, int(done))
             self.pointer = 0
+
+
+def _bounds(ranges: Sequence[tuple[int, int]]) -> "ctypes.Array[c_uint64]":
+    bounds = [bound for each in ranges for bound in each]
+    return (c_uint64 * len(bounds))(*bounds)
 
 
 class SegmentEvent(NamedTuple):

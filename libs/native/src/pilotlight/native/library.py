@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "arena_physical_bytes": (c_uint64, (c_void_p,)),
     "arena_idle_bytes": (c_uint64, (c_void_p,)),
     "arena_counts": (None, (c_void_p, c_void_p)),
-    "arena_back": (c_int, (c_void_p, c_uint64, c_uint64, c_uint64)),
+    "arena_back": (c_int, (c_void_p, c_void_p, c_uint64, c_uint64)),
     "arena_unback": (c_int, (c_void_p, c_void_p, c_uint64)),
     "arena_keep": (None, (c_void_p, c_uint64)),
     "arena_settle": (c_int, (c_void_p, c_uint64)),

@@ -11,6 +11,8 @@ Parameters and KV are no allocations of torch's: tensors are made over addresses
 it needs beside them from pools, and its default allocator is left alone.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from pilotlight.engine.cuda.lending import CudaLending
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.stream import Streamer
 from pilotlight.engine.device.arena_protocol import Scratch, Slot
-from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.engine.errors import EngineError, EngineFailed, NoRoom
 from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
 from pilotlight.native.library import AddressTaken, NativeError, NativeUnavailable, OutOfMemory
 from pilotlight.policy.model import SLOTS
@@ -168,29 +170,39 @@ class CudaArena:
         self.unback(*self._backed.within(number * self.slot_bytes, (number + 1) * self.slot_bytes))
         self._slots.give_back(number)
 
-    def back(self, extent: Extent) -> None:
+    def back(self, *extents: Extent) -> None:
         """See ``Arena.back``."""
-        if self.backed_bytes + extent.num_bytes > self.capacity_bytes:
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        if self.backed_bytes + num_bytes > self.capacity_bytes:
             raise NoRoom(
-                f"the device refuses {extent.num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
+                f"the device refuses {num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
             )
-        self._backed.add(extent)
-        if not extent.num_bytes:
-            return
+        before, held = tuple(self._backed), sorted(one for one in extents if one.num_bytes)
+        try:
+            for extent in held:
+                self._backed.add(extent)
+            if held:
+                self._map(held)
+        except EngineError:
+            self._backed = ExtentSet(before)
+            raise
+        finally:
+            self.native_arena.keep(self.most_idle_bytes)
+
+    def _map(self, extents: Sequence[Extent]) -> None:
+        """One call for all of them: the fewer times a device's tables change, the less."""
         try:
             try:
-                self.native_arena.back(*extent, CHUNK_BYTES)
+                self.native_arena.back_all(extents, CHUNK_BYTES)
             except OutOfMemory:
                 # torch may keep for itself what is missing, from large batches or tensors that were
                 # converted on the device.
                 self.trim()
-                self.native_arena.back(*extent, CHUNK_BYTES)
+                self.native_arena.back_all(extents, CHUNK_BYTES)
         except NativeError as error:
-            self._backed.remove(extent)
-            refused = f"the device refuses {extent.num_bytes} bytes: {error}"
+            num_bytes = sum(extent.num_bytes for extent in extents)
+            refused = f"the device refuses {num_bytes} bytes: {error}"
             raise (NoRoom if isinstance(error, OutOfMemory) else EngineFailed)(refused) from error
-        finally:
-            self.native_arena.keep(self.most_idle_bytes)
 
     def unback(self, *extents: Extent) -> None:
         """See ``Arena.unback``."""

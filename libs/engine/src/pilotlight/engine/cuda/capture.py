@@ -88,6 +88,9 @@ class CaptureOnSecondUse:
     def extended(self) -> None:
         """See ``GraphSupplier.extended``: nothing is captured before it runs."""
 
+    def arriving(self) -> None:
+        """See ``GraphSupplier.arriving``: no graph is there before it has run."""
+
     def close(self) -> None:
         """See ``GraphSupplier.close``: graphs hold their memory themselves."""
 

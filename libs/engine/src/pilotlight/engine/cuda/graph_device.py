@@ -168,10 +168,13 @@ class RestoredGraph:
 
     device: GraphDevice
     size: int
+    launched: Callable[[], None]
+    """Told of each launch."""
 
     def replay(self) -> None:
         """See ``Replayable``."""
         self.device.launch(self.size)
+        self.launched()
 
     def reset(self) -> None:
         """All graphs of an archive go together."""

@@ -108,6 +108,15 @@ class GraphSupplier(Protocol):
         """The stage has memory for a longer range, which it does not run yet."""
         ...
 
+    def arriving(self) -> None:
+        """The last part of the stage is on its way, and this thread's work on the device waits for
+        it there: what of the first steps can be launched behind it is launched.
+
+        Raises:
+            RestoreFailed: the driver refuses a graph.
+        """
+        ...
+
     def close(self) -> None:
         """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
         ...

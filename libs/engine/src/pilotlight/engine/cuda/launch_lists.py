@@ -7,16 +7,15 @@ So it is proved as a graph is: by its own trial, before its first use. Its graph
 what a list gives says nothing about a graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
-from pilotlight.engine.cuda.fitting import named
 from pilotlight.engine.cuda.graph_device import GraphDevice
 from pilotlight.engine.cuda.graphs import StageSteps
-from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.cuda.proofs import TrialUnderWay
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.native.library import NativeError, OutOfMemory
 
@@ -105,35 +104,10 @@ class LaunchLists:
             RestoreFailed: it does not give what was recorded, or the driver refuses it.
         """
         if size not in self.proved:
-            recorded = self._recorded[size]
             try:
-                require_trial(steps, size, device.launch_list, recorded, "the launch list")
+                trial = TrialUnderWay(steps, size, device.launch_list)
             except NativeError as error:
                 raise RestoreFailed(f"the device refuses a launch list: {error}") from error
+            trial.require(self._recorded[size], "the launch list")
             self.proved.add(size)
         return LaunchList(device, size)
-
-
-def require_trial(
-    steps: StageSteps, size: int, launch: Callable[[int], None], recorded: str, what: str
-) -> None:
-    """Runs a trial on the device.
-
-    Args:
-        steps: the stage's.
-        size: of the trial.
-        launch: runs what is proved, on the inputs that are there.
-        recorded: the digest that it has to give.
-        what: is proved, as a message says it.
-
-    Raises:
-        RestoreFailed: it gives another one.
-    """
-    with steps.trial_inputs(size):
-        launch(size)
-        found = digest_of(steps.logits(size))
-    if found != recorded:
-        raise RestoreFailed(
-            f"{what} of {named(steps.kind_of(size))} gave {found[:16]} for its trial, "
-            f"and {recorded[:16]} was recorded"
-        )

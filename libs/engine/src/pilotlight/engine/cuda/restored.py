@@ -27,8 +27,11 @@ from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.fitting import Fit, Fitting, GraphsRefused, RestoreNews, fitted, opened
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
 from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
-from pilotlight.engine.cuda.launch_lists import LaunchLists, require_trial
+from pilotlight.engine.cuda.launch_lists import LaunchLists
+from pilotlight.engine.cuda.pace import Pace
 from pilotlight.engine.cuda.prompts import length_for
+from pilotlight.engine.cuda.proofs import Proofs
+from pilotlight.engine.cuda.took import Took
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
@@ -105,13 +108,12 @@ class RestoredGraphs:
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._later, self._running, self._closing = later, False, False
-        self._now_s = monotonic_s
-        self._begun_s = 0.0
-        self._took_ms: dict[str, float] = {}
+        self._took = Took(monotonic_s)
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
-        self._proved: set[int] = set()
+        self._proofs = Proofs(self._recorded)
+        self._pace = Pace(monotonic_s)
         self.lists = LaunchLists(self._recorded, on=launch_lists)
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
@@ -128,7 +130,7 @@ class RestoredGraphs:
             refused, broken = self._refused, self._broken
             return RestoreNews(
                 ready=len(self._order.ready),
-                proved=len(self._proved),
+                proved=len(self._proofs.proved),
                 refused="driver" if broken else refused.field if refused else "",
                 message=str(broken or refused or ""),
             )
@@ -139,7 +141,7 @@ class RestoredGraphs:
         is done before the stage has its steps, or while; then, since it had them, until
         ``reserved``, ``begun``, ``first`` and ``all``; of the first graph, and of all, by part.
         """
-        return dict(self._took_ms)
+        return dict(self._took.ms)
 
     @property
     def uses(self) -> dict[int, int]:
@@ -159,7 +161,8 @@ class RestoredGraphs:
 
     def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``: from now on graphs are made, or from when the stage is whole."""
-        self._steps, self._graphs, self._begun_s = steps, graphs, self._now_s()
+        self._steps, self._graphs = steps, graphs
+        self._took.begin()
         assert self._memory is not None
         assert self._scratch is not None
         try:
@@ -168,13 +171,13 @@ class RestoredGraphs:
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
-        self._took("reserved")
+        self._took.until("reserved")
         self._go()
 
     def extended(self) -> None:
         """See ``GraphSupplier``: graphs need no weights."""
         if self._later:
-            self._begun_s = self._now_s()
+            self._took.begin()
             self._go()
 
     def _go(self) -> None:
@@ -208,7 +211,7 @@ class RestoredGraphs:
         if run is Run.LAUNCH_LIST:
             return GraphStep(self.lists.prove(self._device, self._steps, size), output(), once=True)
         self._prove(size)
-        return GraphStep(RestoredGraph(self._device, size), output())
+        return GraphStep(RestoredGraph(self._device, size, self._pace.launched), output())
 
     def expect(self, tokens: int) -> bool:
         """See ``GraphSupplier``: its prompt comes next, then a decode step of one row."""
@@ -218,6 +221,14 @@ class RestoredGraphs:
                 self._order = expect(self._order, size)
             comes = self._running or sizes[0] in self._order.ready
             return comes and len(sizes) > 1 and sizes[0] in self._recorded
+
+    def arriving(self) -> None:
+        """See ``GraphSupplier``: trials of what requests that have come will need."""
+        with self._changed:
+            order, device, broken = self._order, self._device, self._broken
+        if device is not None and self._steps is not None and self._steps.whole and not broken:
+            there = [size for size in order.expected if size in order.ready]
+            self._proofs.ahead(self._steps, there, device.launch)
 
     def prove(self) -> None:
         """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
@@ -240,6 +251,7 @@ class RestoredGraphs:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._pace.hurry()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -260,6 +272,7 @@ class RestoredGraphs:
                 run, self._order = ask(self._order, size, self._can_list(size))
                 if run is not Run.REPLAY and self._running:
                     self._changed.notify_all()  # It comes next.
+                    self._pace.hurry()
                 if run is Run.WAIT and self._running:
                     self._changed.wait_for(lambda: self._is_settled(size), self._wait_s)
                     run, self._order = ask(self._order, size, self._can_list(size))
@@ -281,10 +294,8 @@ class RestoredGraphs:
     def _prove(self, size: int) -> None:
         assert self._device is not None
         assert self._steps is not None
-        recorded = self._recorded[size]
-        require_trial(self._steps, size, self._device.launch, recorded, "the graph")
+        self._proofs.require(self._steps, size, self._device.launch)
         with self._changed:
-            self._proved.add(size)
             self._changed.notify_all()
 
     def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
@@ -306,19 +317,19 @@ class RestoredGraphs:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
-            self._took("begun")
+            self._took.until("begun")
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
                 self._list(device, size)
                 self._ended(size, built(device, size))
-                if "first" not in self._took_ms:
-                    self._took("first")
-                    self._spent("first", device, before)
+                if "first" not in self._took.ms:
+                    self._took.until("first")
+                    self._took.spent("first", device, before)
                     # What proves larger graphs is loaded now, not at its first use in a step.
                     digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
-            self._took("all")
-            self._spent("all", device, {})
-            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took_ms}
+            self._took.until("all")
+            self._took.spent("all", device, {})
+            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took.ms}
             log.info("graphs restored", action="graphs_restored", **facts)
         except GraphsRefused as refused:
             self._refuse(refused)
@@ -337,12 +348,12 @@ class RestoredGraphs:
         """The archive, with the kernels of as many graphs as there is time for, in the order in
         which graphs come.
         """
-        at_s = self._now_s()
+        at_s = self._took.now_s()
         archive = self._read()
-        at_s = self._lasted("read", at_s)
+        at_s = self._took.lasted("read", at_s)
         assert self._memory is not None
         self._device = device = opened(self._open, self._memory, archive, self._recorded)
-        at_s = self._lasted("open", at_s)
+        at_s = self._took.lasted("open", at_s)
         loaded: set[int] = set()
         while (size := self._next_to_load(loaded)) is not None:
             with suppress(OutOfMemory):
@@ -350,7 +361,7 @@ class RestoredGraphs:
                 device.load(size)
                 self.lists.loaded(device, size)
             loaded.add(size)
-        self._lasted("load", at_s)
+        self._took.lasted("load", at_s)
         return device
 
     def _list(self, device: GraphDevice, size: int) -> None:
@@ -366,19 +377,8 @@ class RestoredGraphs:
                 return None
             return next_graph(replace(self._order, ready=frozenset(loaded)))
 
-    def _took(self, step: str) -> None:
-        self._took_ms[step] = round((self._now_s() - self._begun_s) * 1e3, 1)
-
-    def _lasted(self, part: str, since_s: float) -> float:
-        now_s = self._now_s()
-        self._took_ms[part] = round((now_s - since_s) * 1e3, 1)
-        return now_s
-
-    def _spent(self, step: str, device: GraphDevice, before: Mapping[str, float]) -> None:
-        for part, ms in device.spent_ms.items():
-            self._took_ms[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
-
     def _next(self) -> int | None:
+        self._pace.wait()
         with self._changed:
             if not self._changed.wait_for(self._goes_on, self._rest_s):
                 self._rest_s = 0.0
@@ -390,7 +390,7 @@ class RestoredGraphs:
             return size
 
     def _goes_on(self) -> bool:
-        return self._closing or not rests(self._order, self._proved | self.lists.proved)
+        return self._closing or not rests(self._order, self._proofs.proved | self.lists.proved)
 
     def _ended(self, size: int, restored: bool) -> None:
         with self._changed:

@@ -181,6 +181,20 @@ class CudaRangeRunner:
         with self.trial_inputs(size):
             return self._padded(kind, kind.rows, 1 if kind.prompt else kind.rows)
 
+    def rehearse(self, inputs: Tensor) -> None:
+        """Does what is around trials, and around a step that runs ahead, without a step: afterwards
+        all is as it was.
+
+        Args:
+            inputs: tokens as the sampler leaves them on the device, [1].
+        """
+        if not self.has_trials:
+            return
+        with self.trial_inputs(PROMPTS + LENGTHS[0]):
+            pass
+        with self.trial_inputs(SIZES[0]):
+            self._static.view(SIZES[0])[1].copy_(inputs, non_blocking=True)
+
     def kind_of(self, size: int) -> Kind:
         """See ``StageSteps``."""
         prompt = size > PROMPTS

@@ -22,7 +22,7 @@ from pilotlight.engine.core.layout import GRANULE_BYTES
 from pilotlight.engine.core.slots import SlotTable
 from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.device.copying import HostCopier
-from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.engine.errors import EngineError, EngineFailed, NoRoom
 from pilotlight.policy.model import SLOTS
 
 SLOT_BYTES = 256 << 30
@@ -124,8 +124,8 @@ class CpuArena:
         self.unback(*self._backed.within(number * self.slot_bytes, (number + 1) * self.slot_bytes))
         self._slots.give_back(number)
 
-    def back(self, extent: Extent) -> None:
-        """Puts memory behind whole pages that have none.
+    def back(self, *extents: Extent) -> None:
+        """Puts memory behind whole pages that have none: all of them, or nothing.
 
         It is zero, and the system gives each page when it is first used.
 
@@ -133,10 +133,21 @@ class CpuArena:
             NoRoom: they go beyond the capacity, or the system has no more.
             EngineFailed: some of them are backed already.
         """
-        if self.backed_bytes + extent.num_bytes > self.capacity_bytes:
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        if self.backed_bytes + num_bytes > self.capacity_bytes:
             raise NoRoom(
-                f"the device refuses {extent.num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
+                f"the device refuses {num_bytes} bytes: {self.backed_bytes} of {self.capacity_bytes} are in use already"
             )
+        done: list[Extent] = []
+        try:
+            for extent in extents:
+                self._back(extent)
+                done.append(extent)
+        except EngineError:
+            self.unback(*done)
+            raise
+
+    def _back(self, extent: Extent) -> None:
         self._backed.add(extent)
         if extent.num_bytes and _libc.mprotect(
             self.address + extent.start, extent.num_bytes, _PROT_READ_WRITE

@@ -160,8 +160,9 @@ class Arena(Protocol):
         """
         ...
 
-    def back(self, extent: Extent) -> None:
-        """Puts memory behind whole granules that have none, in as few pieces as the device lets.
+    def back(self, *extents: Extent) -> None:
+        """Puts memory behind whole granules that have none: all of them, or nothing. Each in as few
+        pieces as the device lets, and no piece lies in two of them.
 
         What it holds is anything.
 
@@ -217,17 +218,18 @@ class Slot:
         """The same bytes, counted from the arena's beginning."""
         return Extent(self._first + extent.start, self._first + extent.stop)
 
-    def back(self, extent: Extent) -> None:
-        """See ``Arena.back``; the extent lies in the slot.
+    def back(self, *extents: Extent) -> None:
+        """See ``Arena.back``; the extents lie in the slot.
 
         Raises:
-            NoRoom: it does not, or there is no such memory.
+            NoRoom: they do not, or there is no such memory.
         """
-        if extent.stop > self._arena.slot_bytes:
-            raise NoRoom(
-                f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})"
-            )
-        self._arena.back(self.placed(extent))
+        for extent in extents:
+            if extent.stop > self._arena.slot_bytes:
+                raise NoRoom(
+                    f"a slot has {self._arena.slot_bytes} bytes, so none at [{extent.start}, {extent.stop})"
+                )
+        self._arena.back(*map(self.placed, extents))
 
     def unback(self, *extents: Extent) -> None:
         """See ``Arena.unback``."""

@@ -9,7 +9,8 @@
 
 A layer's keys and its values are chunks of their own. A device maps and unmaps a chunk at nearly
 the same price whatever its length, and to take a part of one it has to copy the rest. So chunks are
-long, quiet growth goes layer by layer, and what is given back ends on a border where it can.
+long, quiet growth goes layer by layer, and what is given back ends on a border where it can. What
+all layers get at once is asked for at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +22,8 @@ from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.errors import EngineError
 
 LEAST_PIECES, LEAST_PIECE_BYTES = 4, 64 << 20
-"""A layer's keys come in so many chunks at least, as far as these are no shorter: to end on a
-border costs no more than a fourth of all."""
+"""A layer's keys come in so many chunks, as far as these are no shorter: to end on a border costs no
+more than a fourth of all. More of them only where they would be too long."""
 SAVED_BYTES = 1 << 30
 """As much is copied at once where chunks are cut: a device that is nearly full has room for it."""
 
@@ -143,24 +144,24 @@ class KvBacking:
         half_bytes = (self._bytes(stop) - self._bytes(start)) // 2
         pieces = 1
         if self._chunk_bytes:
-            fourth_bytes = self._bytes(stop) // 2 // LEAST_PIECES
-            piece_bytes = min(self._chunk_bytes, max(LEAST_PIECE_BYTES, fourth_bytes))
-            pieces = max(1, -(-half_bytes // piece_bytes))
+            fourths = -(-half_bytes // max(1, self._bytes(stop) // 2 // LEAST_PIECES))
+            pieces = max(
+                1,
+                -(-half_bytes // self._chunk_bytes),
+                min(fourths, half_bytes // LEAST_PIECE_BYTES),
+            )
         marks = (start + (stop - start) * piece // pieces for piece in range(pieces + 1))
         return [mark for before, mark in pairwise(marks) if mark > before]
 
     def _grow(self, layers: Sequence[int], borders: Sequence[int]) -> None:
         """Layers that have equally many blocks get chunks that end there."""
-        backed: list[Extent] = []
-        try:
-            for layer in layers:
-                for first, stop in pairwise([self._stop(layer), *borders]):
-                    for extent in self._layout.kv(layer, first, stop):
-                        self._slot.back(extent)
-                        backed.append(extent)
-        except EngineError:
-            self._slot.unback(*backed)
-            raise
+        self._slot.back(
+            *self._extents(
+                (layer, first, stop)
+                for layer in layers
+                for first, stop in pairwise([self._stop(layer), *borders])
+            )
+        )
         for layer in layers:
             self._borders[layer].extend(borders)
 

@@ -2,7 +2,7 @@
 layers, nothing but addresses.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
 from math import prod
 
@@ -52,7 +52,7 @@ class StageMemory:
         self._kv = KvBacking(self._slot, self.layout, arena.granule_bytes, arena.kv_chunk_bytes)
         self._kv.add(range(stage.start, stage.stop))
         try:
-            self._back_all(self._runs(self.parts))
+            self._slot.back(*self._runs(self.parts))
         except EngineError:
             self.close()
             raise
@@ -79,7 +79,7 @@ class StageMemory:
             NoRoom: there is no such memory; nothing has changed then.
         """
         parts, layers = self._beyond(stage, self.stage)
-        self._back_all(parts)
+        self._slot.back(*parts)
         try:
             self._kv.add(layers)
         except EngineError:
@@ -199,14 +199,6 @@ class StageMemory:
             raise NoRoom(
                 f"the device refuses {num_blocks} KV blocks: a slot has addresses for {self.layout.max_blocks}"
             )
-
-    def _back_all(self, extents: Sequence[Extent]) -> None:
-        for index, extent in enumerate(extents):
-            try:
-                self._slot.back(extent)
-            except EngineError:
-                self._slot.unback(*extents[:index])
-                raise
 
     @property
     def steps_bytes(self) -> int:

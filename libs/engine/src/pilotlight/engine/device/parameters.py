@@ -38,6 +38,11 @@ class Parameters:
         """On their way, and not waited for yet."""
         self.neighbour: Neighbour | None = None
         """Where parts that come in the background may come from, too."""
+        self.meanwhile: Callable[[], None] = _nothing
+        """Called where a part is waited for, after its copies and those of the next have begun."""
+        self.behind_last: Callable[[], None] = _nothing
+        """Called where the last part is, when what this thread asks of the device comes behind all
+        copies."""
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -117,10 +122,18 @@ class Parameters:
         ordered = self._ordered.get(part)
         if background and ordered is not None and not ordered.arrived:
             return PlacedPart(copy_s=0.0, convert_s=0.0, ready=False, waits=True)
+        if not background:
+            self.meanwhile()
         last = len(self._placed) + 1 == len(self.parts)
         ordered = self._ordered.pop(part, None)
         if ordered is not None:
-            copy_s, convert_s = ordered.finish(monotonic_s, last=last), 0.0
+            copy_s, convert_s = 0.0, 0.0
+            try:
+                if last and not background:
+                    copy_s = ordered.finish(monotonic_s, last=False)
+                    self.behind_last()
+            finally:
+                copy_s += ordered.finish(monotonic_s, last=last)
         else:
             stored = self._stored(part, tensors)
             copy_s, convert_s = self._memory.copier.fill(
@@ -131,10 +144,10 @@ class Parameters:
 
     def order(self, parts: Mapping[int, Mapping[str, Source]]) -> None:
         """Has copies of parts begin that are placed later, where something copies by itself. Their
-        buffers have to stay until then.
+        buffers have to stay until then. What is wrong with one is said when it is placed.
         """
         for part, tensors in parts.items():
-            with suppress(BadCheckpoint):  # Said when it is placed.
+            with suppress(EngineError):
                 self._order(part, tensors, background=False)
 
     def _from_neighbour(
@@ -207,6 +220,10 @@ class Parameters:
     def _call_off(self, parts: Collection[int]) -> None:
         for part in parts:
             self._ordered.pop(part).wait()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check(

@@ -119,64 +119,83 @@ int Arena::unmap(std::uint64_t start, std::uint64_t stop) {
     return OK;
 }
 
-int Arena::back(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes) {
-    Turn turn(*this);
-    if (turn.failed) return turn.failed;
-    if (int failed = check_range(start, stop)) return failed;
-    if (chunk_bytes < granule || chunk_bytes % granule) return fail(MISUSED, "a chunk is made of whole granules");
-    if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
-    PILOTLIGHT_TRY(driver().ctx_set_current(context));
-    int failed = clear(start, stop, false);
-    std::uint64_t mapped = start, at = start;  // [mapped, at) has memory and no access yet
-    while (at < stop && !failed) {
+// Whole granules in order, none of which has memory.
+int Arena::check_bare(const std::vector<Range> &ranges) const {
+    std::uint64_t before = 0;
+    for (auto [start, stop] : ranges) {
+        if (int failed = check_range(start, stop)) return failed;
+        if (start < before) return fail(MISUSED, range_text(start, stop) + " is not behind the range before it");
+        if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
+        before = stop;
+    }
+    return OK;
+}
+
+// Maps memory behind a range, and adds what has no access yet to `runs`; one that goes on where the last one ends, to that.
+int Arena::fill(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes, std::vector<Range> &runs) {
+    if (int failed = clear(start, stop, false)) return failed;
+    for (std::uint64_t at = start; at < stop;) {
         if (resume(at, stop)) {
-            if (mapped < at) failed = allow(mapped, at);
-            mapped = at = chunks_[at].stop;
+            at = chunks_[at].stop;
             continue;
         }
         if (auto stale = stale_.find(at); stale != stale_.end()) {
-            failed = unmap_stale(stale);  // What it mapped is in use elsewhere by now.
+            if (int failed = unmap_stale(stale)) return failed;  // What it mapped is in use elsewhere by now.
             continue;
         }
         const std::uint64_t room = std::min(next_stale(at, stop) - at, chunk_bytes);
         Memory memory = reuse(room / LEAST_SHARE, room);
-        if (!memory) failed = obtain(room, &memory);
+        int failed = memory ? OK : obtain(room, &memory);
         if (!failed) failed = map(at, memory);
         if (failed && memory) lay_by_or_drop(memory);
-        if (!failed) at += memory->bytes;
-    }
-    if (!failed && mapped < stop) failed = allow(mapped, stop);
-    if (failed) {
-        const std::string why = error_text();
-        for (auto chunk = chunks_.lower_bound(start); chunk != chunks_.end() && chunk->first < stop;) {
-            const Chunk undone = (chunk++)->second;
-            if (unmap(undone.start, undone.stop)) break;
-            lay_by_or_drop(undone.memory);
-        }
-        return fail(failed, why);
+        if (failed) return failed;
+        if (runs.empty() || runs.back().stop != at) runs.push_back({at, at});
+        at = runs.back().stop = at + memory->bytes;
     }
     return OK;
 }
 
-// Maps given memory where nothing is.
-int Arena::put(std::uint64_t start, const Memory &memory) {
-    std::uint64_t stop = start + memory->bytes;
-    if (int failed = check_range(start, stop)) return failed;
-    if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
+int Arena::back(const std::vector<Range> &ranges, std::uint64_t chunk_bytes) {
+    Turn turn(*this);
+    if (turn.failed) return turn.failed;
+    if (chunk_bytes < granule || chunk_bytes % granule) return fail(MISUSED, "a chunk is made of whole granules");
+    if (int failed = check_bare(ranges)) return failed;
+    PILOTLIGHT_TRY(driver().ctx_set_current(context));
+    int failed = OK;
+    std::vector<Range> runs;
+    for (auto range = ranges.begin(); range != ranges.end() && !failed; ++range) failed = fill(range->start, range->stop, chunk_bytes, runs);
+    for (auto run = runs.begin(); run != runs.end() && !failed; ++run) failed = allow(run->start, run->stop);
+    if (!failed) return OK;
+    const std::string why = error_text();
+    for (const Range &range : ranges)
+        for (auto chunk = chunks_.lower_bound(range.start); chunk != chunks_.end() && chunk->first < range.stop;) {
+            const Chunk undone = (chunk++)->second;
+            if (!unmap(undone.start, undone.stop)) lay_by_or_drop(undone.memory);
+        }
+    return fail(failed, why);
+}
+
+// Maps given memory where nothing is, one piece behind the other; all or nothing.
+int Arena::put(std::uint64_t start, const std::vector<Memory> &memories) {
+    std::uint64_t stop = start;
+    for (const Memory &memory : memories) stop += memory->bytes;
+    if (int failed = check_bare({{start, stop}})) return failed;
     PILOTLIGHT_TRY(driver().ctx_set_current(context));
     if (int failed = clear(start, stop, true)) return failed;
-    if (int failed = map(start, memory)) return failed;
-    if (int failed = allow(start, stop)) {
-        const std::string why = error_text();
-        unmap(start, stop);
-        return fail(failed, why);
-    }
-    return OK;
+    std::uint64_t at = start;
+    int failed = OK;
+    for (auto memory = memories.begin(); memory != memories.end() && !failed; ++memory)
+        if (!(failed = map(at, *memory))) at += (*memory)->bytes;
+    if (!failed) failed = allow(start, stop);
+    if (!failed) return OK;
+    const std::string why = error_text();
+    if (start < at) unmap(start, at);
+    return fail(failed, why);
 }
 
-int Arena::attach(std::uint64_t start, const Memory &memory) {
+int Arena::attach(std::uint64_t start, const std::vector<Memory> &memories) {
     Turn turn(*this);
-    return turn.failed ? turn.failed : put(start, memory);
+    return turn.failed ? turn.failed : put(start, memories);
 }
 
 int Arena::unback(const std::vector<Range> &ranges) {
@@ -281,23 +300,15 @@ int Arena::share(std::uint64_t start, std::uint64_t stop, std::uint64_t from) {
     if (turn.failed) return turn.failed;
     if (int failed = check_range(start, stop)) return failed;
     if (backed_anywhere(start, stop)) return fail(MISUSED, range_text(start, stop) + " is backed already, at least in part");
-    std::vector<std::pair<std::uint64_t, Memory>> pieces;
+    std::vector<Memory> pieces;
     for (std::uint64_t at = from; at < from + (stop - start);) {
         auto chunk = chunks_.find(at);
         if (chunk == chunks_.end() || chunk->second.stop > from + (stop - start))
             return fail(MISUSED, range_text(from, from + stop - start) + " is not made of whole chunks");
-        pieces.emplace_back(start + (at - from), chunk->second.memory);
+        pieces.push_back(chunk->second.memory);
         at = chunk->second.stop;
     }
-    for (std::size_t index = 0; index < pieces.size(); index++) {
-        if (int failed = put(pieces[index].first, pieces[index].second)) {
-            const std::string why = error_text();
-            for (std::size_t done = 0; done < index; done++)
-                unmap(pieces[done].first, pieces[done].first + pieces[done].second->bytes);
-            return fail(failed, why);
-        }
-    }
-    return OK;
+    return put(start, pieces);
 }
 
 int Arena::import(std::uint64_t start, std::uint64_t size, int fd) {
@@ -307,7 +318,7 @@ int Arena::import(std::uint64_t start, std::uint64_t size, int fd) {
     CUmemHandle handle = 0;
     PILOTLIGHT_TRY(driver().mem_import(&handle, reinterpret_cast<void *>(static_cast<std::intptr_t>(fd)),
                                        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
-    return put(start, std::make_shared<Physical>(handle, size, true, books));
+    return put(start, {std::make_shared<Physical>(handle, size, true, books)});
 }
 
 int Arena::export_chunk(std::uint64_t offset, int *fd, std::uint64_t *start, std::uint64_t *stop) {

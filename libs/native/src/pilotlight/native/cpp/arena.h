@@ -85,8 +85,10 @@ class Arena {
     Arena(CUcontext context, int ordinal, std::uint64_t address, std::uint64_t bytes, std::uint64_t granule, bool rdma);
     ~Arena();
 
-    // Idle memory is used first, in pieces that are not too short; the rest is created.
-    int back(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes);
+    // Puts memory behind ranges, which are in order, all or nothing; no chunk lies in two of them. Idle memory is used first, in pieces
+    // that are not too short; the rest is created. Access is set once for what lies side by side: a device that copies meanwhile lets
+    // each such call wait.
+    int back(const std::vector<Range> &ranges, std::uint64_t chunk_bytes);
     // Takes the memory of ranges away, which are in order. All or nothing, unless what stays of a chunk had to go through the host,
     // because the device was full to the last granule, and is refused the memory that the chunk gave back: then it is gone, too.
     // `next_backed` tells. When it returns, nothing on the device uses them, and what may be kept is idle.
@@ -95,8 +97,8 @@ class Arena {
     int detach(std::uint64_t start, std::uint64_t stop);
     // The first backed bytes from `at` on, as far as they go on; false if there are none.
     bool next_backed(std::uint64_t at, std::uint64_t *start, std::uint64_t *stop);
-    // Maps given memory at a place; the same memory may lie at several.
-    int attach(std::uint64_t start, const Memory &memory);
+    // Maps given memory from a place on, one piece behind the other; the same memory may lie at several.
+    int attach(std::uint64_t start, const std::vector<Memory> &memories);
     int create(std::uint64_t bytes, Memory *memory);
     int import(std::uint64_t start, std::uint64_t bytes, int fd);
     int export_chunk(std::uint64_t offset, int *fd, std::uint64_t *start, std::uint64_t *stop);
@@ -139,7 +141,9 @@ class Arena {
     int map(std::uint64_t start, const Memory &memory);
     int allow(std::uint64_t start, std::uint64_t stop);
     int unmap(std::uint64_t start, std::uint64_t stop);
-    int put(std::uint64_t start, const Memory &memory);
+    int put(std::uint64_t start, const std::vector<Memory> &memories);
+    int check_bare(const std::vector<Range> &ranges) const;
+    int fill(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes, std::vector<Range> &runs);
     CUmemAllocationProp properties() const;
 
     // What stays of chunks; see rests.cpp.

@@ -44,14 +44,17 @@ PILOTLIGHT_EXPORT void pilotlight_arena_counts(Arena *arena, std::uint64_t *coun
     *counts = arena->books->moved_bytes;
 }
 
-PILOTLIGHT_EXPORT int pilotlight_arena_back(Arena *arena, std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_bytes) {
-    return arena->back(start, stop, chunk_bytes);
-}
-// `ranges` are pairs of [start, stop), in order.
-PILOTLIGHT_EXPORT int pilotlight_arena_unback(Arena *arena, const std::uint64_t *ranges, std::uint64_t count) {
+// `ranges` are pairs of [start, stop), in order, here and below.
+static std::vector<Arena::Range> found_in(const std::uint64_t *ranges, std::uint64_t count) {
     std::vector<Arena::Range> found;
     for (std::uint64_t index = 0; index < count; index++) found.push_back({ranges[2 * index], ranges[2 * index + 1]});
-    return arena->unback(found);
+    return found;
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_back(Arena *arena, const std::uint64_t *ranges, std::uint64_t count, std::uint64_t chunk_bytes) {
+    return arena->back(found_in(ranges, count), chunk_bytes);
+}
+PILOTLIGHT_EXPORT int pilotlight_arena_unback(Arena *arena, const std::uint64_t *ranges, std::uint64_t count) {
+    return arena->unback(found_in(ranges, count));
 }
 PILOTLIGHT_EXPORT void pilotlight_arena_keep(Arena *arena, std::uint64_t most_idle_bytes) { arena->keep(most_idle_bytes); }
 PILOTLIGHT_EXPORT int pilotlight_arena_settle(Arena *arena, std::uint64_t idle_bytes) { return arena->settle(idle_bytes); }

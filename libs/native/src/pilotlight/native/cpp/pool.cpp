@@ -69,15 +69,20 @@ class CaptureAllowed {
     int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-int map_chunk(Pool &pool, std::uint64_t index) {
-    Memory memory = pool.group->chunks[index].lock();
-    if (!memory) {
-        if (int failed = check(driver().ctx_set_current(pool.arena->context), "driver().ctx_set_current")) return failed;
-        if (int failed = pool.arena->create(pool.chunk_bytes, &memory)) return failed;
-        pool.group->chunks[index] = memory;
+// Puts memory behind chunks [first, last], none of which has any.
+int map_chunks(Pool &pool, std::uint64_t first, std::uint64_t last) {
+    std::vector<Memory> memories;
+    for (std::uint64_t index = first; index <= last; index++) {
+        Memory memory = pool.group->chunks[index].lock();
+        if (!memory) {
+            if (int failed = check(driver().ctx_set_current(pool.arena->context), "driver().ctx_set_current")) return failed;
+            if (int failed = pool.arena->create(pool.chunk_bytes, &memory)) return failed;
+            pool.group->chunks[index] = memory;
+        }
+        memories.push_back(memory);
     }
-    if (int failed = pool.arena->attach(pool.start + index * pool.chunk_bytes, memory)) return failed;
-    pool.mapped.insert(index);
+    if (int failed = pool.arena->attach(pool.start + first * pool.chunk_bytes, memories)) return failed;
+    for (std::uint64_t index = first; index <= last; index++) pool.mapped.insert(index);
     return OK;
 }
 
@@ -198,11 +203,14 @@ PILOTLIGHT_EXPORT int pilotlight_pool_take(int number, std::uint64_t size, std::
     std::uint64_t first = (place - pool.start) / pool.chunk_bytes, last = (place + bytes - 1 - pool.start) / pool.chunk_bytes;
     for (std::uint64_t index = first; index <= last; index++) {
         if (pool.mapped.count(index)) continue;
-        if (int failed = map_chunk(pool, index)) {
+        std::uint64_t end = index;
+        while (end < last && !pool.mapped.count(end + 1)) end++;
+        if (int failed = map_chunks(pool, index, end)) {
             const std::string why = error_text();
             trim(pool, first, index);
             return fail(failed, why);
         }
+        index = end;
     }
     pool.segments[place] = place + bytes;
     pool.allocations++;

@@ -119,8 +119,11 @@ def ask(restoring: Restoring, rows: int, kernels_loaded: bool) -> tuple[Run, Res
 
 
 def expect(restoring: Restoring, size: int) -> Restoring:
-    """A request has come that will need a graph, if there is one."""
-    if not _is_open(restoring, size) or size in restoring.expected:
+    """A request has come that will need a graph, if there is one; also of one that is ready: it is
+    yet to be proved.
+    """
+    known = size in restoring.sizes and size not in restoring.refused
+    if not known or size in restoring.expected:
         return restoring
     return replace(restoring, expected=(*restoring.expected, size))
 
