@@ -309,6 +309,9 @@ class NoGraphs:
     def extended(self) -> None:
         """See ``GraphSupplier``."""
 
+    def arriving(self, requests: int) -> None:
+        """See ``GraphSupplier``."""
+
     def close(self) -> None:
         """See ``GraphSupplier``."""
 

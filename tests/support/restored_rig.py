@@ -166,6 +166,8 @@ class StandInCapture:
 
     def extended(self) -> None: ...
 
+    def arriving(self, requests: int) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 

@@ -74,6 +74,8 @@ class Restored:
 
     def extended(self) -> None: ...
 
+    def arriving(self, requests: int) -> None: ...
+
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
     ) -> GraphStep | None:

@@ -19,9 +19,10 @@ from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.engine import Engine
-from pilotlight.engine.errors import BadCheckpoint, EngineFailed, NoRoom
+from pilotlight.engine.errors import BadCheckpoint, EngineFailed, NoRoom, RestoreFailed
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.native.copier import Copier
+from pilotlight.native.library import NativeError
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype
 
@@ -207,55 +208,141 @@ def test_parts_that_were_ordered_ahead_come_to_their_places(arena, checkpoint, c
             assert torch.equal(placed[name.removeprefix(decoder.prefix(part))], expected), name
 
 
-def test_copies_begin_before_a_stage_is_set_up(arena, checkpoint, clock, fake, monkeypatch):
-    """The next thing that is asked of the driver is memory for KV."""
+MAPPING = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+
+
+def mapped_by(fake: FakeCuda) -> tuple[int, ...]:
+    return tuple(fake.calls(name) for name in MAPPING)
+
+
+def test_nothing_is_mapped_between_the_first_copy_and_the_last(
+    arena, checkpoint, clock, fake, monkeypatch
+):
+    """A driver that maps and copies that are under way wait for each other."""
     model, seen = checkpoint("llama"), []
     engine = Engine(1, clock, arena=arena)
-    resize = KvCache.resize
     order = arena.copier.order
+    before = mapped_by(fake)
 
     def ordered(*given, **named):
-        seen.append("copy")
+        seen.append(mapped_by(fake))
         return order(*given, **named)
 
-    def resized(*given):
-        seen.append("kv")
-        resize(*given)
-
     monkeypatch.setattr(arena.copier, "order", ordered)
-    monkeypatch.setattr(KvCache, "resize", resized)
     early = {0: model.parts[0], 1: {}, 2: model.parts[2], 99: {}}
     given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
     engine.begin_load(*given, early=lambda: early)
-    assert seen == ["copy", "copy", "kv"]
+    assert len(seen) == 2, "of the parts that can be read"
     for part in range(model.spec.num_layers + 2):
         placed = engine.place_part(INSTANCE, part, model.parts[part])
     assert placed.ready
-    assert seen.count("copy") == model.spec.num_layers + 2, "no part comes twice"
+    assert len(seen) == model.spec.num_layers + 2, "no part comes twice"
+    assert {*seen, mapped_by(fake)} == {seen[0]}
+    extents = 1 + 2 * model.spec.num_layers
+    used = [after - was for was, after in zip(before, seen[0], strict=True)]
+    assert used == [extents] * 3 + [0] * 2, "parameters are one, each layer's keys and values one"
     engine.unload(INSTANCE)
 
 
-def test_copies_that_have_begun_end_where_a_stage_cannot_be_set_up(
-    arena, checkpoint, clock, monkeypatch
-):
-    model, ended = checkpoint("llama"), []
+def test_no_copy_begins_where_a_stage_cannot_be_set_up(arena, checkpoint, clock, monkeypatch):
+    model, asked = checkpoint("llama"), []
     engine = Engine(1, clock, arena=arena)
-    wait = OrderedCopies.wait
-
-    def waited(copies):
-        wait(copies)
-        ended.append(arena.backed_bytes > 0)
 
     def refuse(*_):
         raise NoRoom("the device refuses 64 bytes")
 
-    monkeypatch.setattr(OrderedCopies, "wait", waited)
     monkeypatch.setattr(KvCache, "resize", refuse)
     given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
     with pytest.raises(NoRoom):
-        engine.begin_load(*given, early=lambda: {0: model.parts[0], 1: model.parts[1]})
-    assert ended == [True, True], "while their memory was there"
-    assert arena.backed_bytes == 0
+        engine.begin_load(*given, early=lambda: asked.append(True) or {0: model.parts[0]})
+    assert asked == []
+    assert arena.backed_bytes == arena.physical_bytes == 0
+
+
+def test_what_a_device_does_not_copy_early_is_said_when_it_is_placed(
+    arena, checkpoint, clock, monkeypatch
+):
+    model = checkpoint("llama")
+    engine = Engine(1, clock, arena=arena)
+    monkeypatch.setattr(Copier, "submit", refused_copy)
+    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
+    engine.begin_load(*given, early=lambda: {0: model.parts[0]})
+    with pytest.raises(EngineFailed, match="do not come"):
+        engine.place_part(INSTANCE, 0, model.parts[0])
+
+
+def refused_copy(*_, **__):
+    raise NativeError(719, "the device is gone")
+
+
+def test_what_can_be_done_beside_copies_is_done_once_they_have_begun(
+    arena, checkpoint, clock, monkeypatch
+):
+    """And what comes behind the last one is launched before that is waited for."""
+    model, seen = checkpoint("llama"), []
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    watched(monkeypatch, arena, seen)
+    parameters.meanwhile = lambda: seen.append("meanwhile")
+    parameters.behind_last = lambda: seen.append("behind last")
+    first, second, *others = parameters.parts
+    parameters.place(first, model.parts[first], clock, (second, model.parts[second]))
+    assert seen == ["order", "order", "meanwhile", "finish"]
+    for part in [second, *others[:-1]]:
+        parameters.place(part, model.parts[part], clock)
+    assert "behind last" not in seen
+    seen.clear()
+    parameters.place(others[-1], model.parts[others[-1]], clock)
+    assert seen == ["order", "meanwhile", "finish", "behind last", "finish last"]
+
+
+def watched(monkeypatch, arena, seen):
+    order, finish = arena.copier.order, OrderedCopies.finish
+
+    def ordered(*given, **named):
+        seen.append("order")
+        return order(*given, **named)
+
+    def finished(copies, monotonic_s, *, last):
+        seen.append("finish last" if last else "finish")
+        return finish(copies, monotonic_s, last=last)
+
+    monkeypatch.setattr(arena.copier, "order", ordered)
+    monkeypatch.setattr(OrderedCopies, "finish", finished)
+
+
+def test_what_goes_wrong_behind_the_last_copy_waits_for_that(arena, checkpoint, clock, monkeypatch):
+    model, seen = checkpoint("llama"), []
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    *others, last = parameters.parts
+    for part in others:
+        parameters.place(part, model.parts[part], clock)
+
+    def refuse():
+        raise RestoreFailed("the device refuses restored graphs: 719")
+
+    parameters.behind_last = refuse
+    watched(monkeypatch, arena, seen)
+    with pytest.raises(RestoreFailed):
+        parameters.place(last, model.parts[last], clock)
+    assert seen == ["order", "finish", "finish last"], "its memory may go"
+    assert last not in parameters
+
+
+def test_nothing_is_launched_behind_parts_that_give_way_to_batches(
+    arena, checkpoint, clock, monkeypatch
+):
+    model, seen = checkpoint("llama"), []
+    memory = StageMemory(arena, decoder_of(model.spec), model.spec.whole, model.spec.dtype)
+    parameters = Parameters(memory)
+    parameters.meanwhile = lambda: seen.append("meanwhile")
+    parameters.behind_last = lambda: seen.append("behind last")
+    for part in parameters.parts:
+        while parameters.place(part, model.parts[part], clock, background=True).waits:
+            pass
+    assert parameters.complete
+    assert seen == []
 
 
 def test_a_broken_part_that_follows_is_refused_when_it_is_placed(arena, checkpoint, clock):

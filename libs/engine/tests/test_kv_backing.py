@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.kv_backing import KvBacking
-from pilotlight.engine.errors import NoRoom
+from pilotlight.engine.errors import EngineFailed, NoRoom
 
 LAYERS, CHUNK_BYTES = 3, 128 * MIB
 BLOCKS = 64
 """In one granule of a layer's keys."""
 ROW_BYTES = 2 * MIB // BLOCKS // 16
-CUDA_OUT_OF_MEMORY = 2
+CUDA_OUT_OF_MEMORY, CUDA_LAUNCH_FAILED = 2, 719
 
 
 @pytest.fixture
@@ -86,6 +86,45 @@ def test_chunks_are_long_but_a_fourth_of_all_at_most(kv):
     kv.backing.resize(0)
     kv.backing.resize(64 * BLOCKS)  # 128 MiB: chunks of 64 are short enough
     assert kv.arena.driver_calls.created == (4 + 2) * 2 * LAYERS
+
+
+def test_all_layers_get_their_chunks_in_one_call(kv, monkeypatch):
+    """Access is set once for what lies side by side, however many chunks that is."""
+    calls, back_all = [], kv.arena.native_arena.back_all
+
+    def backed(extents, chunk_bytes):
+        calls.append(len(extents))
+        back_all(extents, chunk_bytes)
+
+    monkeypatch.setattr(kv.arena.native_arena, "back_all", backed)
+    kv.backing.resize(256 * BLOCKS)
+    done = kv.arena.driver_calls
+    assert calls == [4 * 2 * LAYERS]
+    assert (done.created, done.mapped, done.access_set) == (
+        4 * 2 * LAYERS,
+        4 * 2 * LAYERS,
+        2 * LAYERS,
+    )
+
+
+def test_no_chunk_is_shorter_than_the_shortest_unless_all_is(kv):
+    kv.backing.resize(80 * BLOCKS)  # 160 MiB: two chunks, not three of 53
+    assert kv.arena.driver_calls.created == 2 * 2 * LAYERS
+    kv.backing.resize(81 * BLOCKS)
+    assert kv.arena.driver_calls.created == 3 * 2 * LAYERS
+
+
+def test_all_layers_have_the_memory_or_none_has(kv, fake):
+    kv.backing.resize(BLOCKS)
+    held = kv.arena.backed_bytes, kv.arena.physical_bytes
+    for function, in_calls in (("cuMemCreate", 5), ("cuMemMap", 6), ("cuMemSetAccess", 3)):
+        fake.fail(function, CUDA_LAUNCH_FAILED, in_calls)
+        with pytest.raises(EngineFailed):
+            kv.backing.resize(130 * BLOCKS)
+        assert (kv.arena.backed_bytes, kv.arena.physical_bytes) == held, function
+        assert kv.backing.num_blocks == BLOCKS
+    kv.backing.resize(130 * BLOCKS)
+    assert kv.arena.backed_bytes == kv.arena.physical_bytes == kv.bytes_of(130 * BLOCKS)
 
 
 def test_a_shrink_ends_on_a_border_unless_that_is_needed(kv):

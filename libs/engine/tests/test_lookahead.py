@@ -118,6 +118,25 @@ def test_nobody_can_tell(
     assert LateTokens.followed > before + 20
 
 
+def test_a_stages_first_token_waits_for_no_other_batch(
+    driver: Callable[..., object],
+    checkpoint: Callable[..., object],
+    prompts: list[list[int]],
+    ahead: Callable[[bool], None],
+) -> None:
+    """What a decode step has yet to prove or to load would lie before it."""
+    ahead(True)
+    run = driver()
+    run.load(checkpoint("qwen2"), kv_tokens=512)
+    run.add("a", prompts[0], max_tokens=6)
+    before, followed = LateTokens.followed, []
+    while run.engine.has_work:
+        run.step()
+        followed.append(LateTokens.followed - before)
+    assert followed[0] == 0
+    assert followed[1:3] == [1, 2], "from the second on"
+
+
 def scheduler_with(
     num_blocks: int, running: int, *lengths: int, max_tokens: int = 10
 ) -> BatchScheduler:

@@ -48,6 +48,44 @@ def read(arena, place):
     return ctypes.string_at(arena.address + place, 64)
 
 
+def test_ranges_side_by_side_are_chunks_of_their_own_with_one_access(arena):
+    ranges = [(0, 3 * GRANULE), (3 * GRANULE, 5 * GRANULE), (8 * GRANULE, 9 * GRANULE)]
+    arena.back_all(ranges, 64 * GRANULE)
+    done = arena.driver_calls
+    assert (done.created, done.mapped, done.access_set) == (3, 3, 2)
+    assert arena.backed(0, 64 * GRANULE) == [(0, 5 * GRANULE), (8 * GRANULE, 9 * GRANULE)]
+    arena.unback((3 * GRANULE, 5 * GRANULE))
+    assert arena.driver_calls.moved_bytes == 0, "no chunk is cut"
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(4, 6), (2, 4)],
+        [(4, 6), (5, 7)],
+        [(4, 6), (9, 11)],
+        [(4, 6), (7, 7)],
+    ],
+)
+def test_ranges_that_cannot_be_backed_all_are_not_backed_at_all(arena, ranges):
+    arena.back(10 * GRANULE, 11 * GRANULE, GRANULE)
+    with pytest.raises(NativeError):
+        arena.back_all([(start * GRANULE, stop * GRANULE) for start, stop in ranges], GRANULE)
+    assert arena.backed(0, 64 * GRANULE) == [(10 * GRANULE, 11 * GRANULE)]
+    assert arena.driver_calls.created == 1
+
+
+def test_idle_memory_between_new_memory_has_its_access_already(arena):
+    arena.keep(64 * GRANULE)
+    arena.back(4 * GRANULE, 6 * GRANULE, 2 * GRANULE)
+    write(arena, 4 * GRANULE, 7)
+    arena.unback((4 * GRANULE, 6 * GRANULE))
+    arena.back_all([(0, 8 * GRANULE)], 2 * GRANULE)
+    for place in range(0, 8 * GRANULE, GRANULE):
+        write(arena, place, 5)
+    assert arena.physical_bytes == 8 * GRANULE
+
+
 def test_addresses_are_those_that_were_asked_for(device, fake):
     before = fake.reserved
     arena = DeviceArena(device, 16 << 30, BASE)

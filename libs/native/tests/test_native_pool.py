@@ -9,7 +9,7 @@ import pytest
 from fake_cuda import MIB, fake_cuda
 
 from pilotlight.native.device import Device, DeviceArena, Pool
-from pilotlight.native.library import NativeError, library
+from pilotlight.native.library import NativeError, OutOfMemory, library
 
 GRANULE = 2 * MIB
 CHUNK = 4 * GRANULE
@@ -38,6 +38,27 @@ def free(address):
 
 def test_without_a_pool_there_is_no_memory():
     assert malloc(MIB) == 0
+
+
+def test_a_segment_of_many_chunks_gets_its_access_in_one_call(device, arena):
+    pool = Pool(device, arena, 8 * GRANULE, 40 * GRANULE, CHUNK)
+    place = pool.take(6 * CHUNK)
+    done = arena.driver_calls
+    assert (done.created, done.mapped, done.access_set) == (6, 6, 1)
+    ctypes.memset(place, 1, 6 * CHUNK)
+    pool.give(place)
+    assert pool.mapped_bytes == arena.physical_bytes == 0
+
+
+@pytest.mark.parametrize(("function", "in_calls"), [("cuMemCreate", 3), ("cuMemMap", 2)])
+def test_a_segment_that_cannot_be_mapped_whole_leaves_nothing(device, arena, function, in_calls):
+    pool = Pool(device, arena, 8 * GRANULE, 40 * GRANULE, CHUNK)
+    pool.take(CHUNK)
+    fake_cuda().fail(function, 2, in_calls)
+    with pytest.raises(OutOfMemory):
+        pool.take(4 * CHUNK)
+    assert pool.mapped_bytes == arena.physical_bytes == CHUNK
+    assert pool.take(4 * CHUNK) == arena.address + 8 * GRANULE + CHUNK
 
 
 def test_segments_are_mapped_while_they_live(device, arena):

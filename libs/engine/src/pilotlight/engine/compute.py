@@ -42,6 +42,10 @@ def _nothing() -> None:
     pass
 
 
+def _nothing_of(requests: int) -> None:
+    pass
+
+
 def _in_pieces(tokens: int) -> bool:
     return False
 
@@ -74,7 +78,7 @@ class Compute:
     """See ``GraphSupplier.extended``."""
     rehearse: Callable[[], None] = _nothing
     """Does once, on nothing of any request, what would take longer at its first use."""
-    arriving: Callable[[], None] = _nothing
+    arriving: Callable[[int], None] = _nothing_of
     """See ``GraphSupplier.arriving``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""

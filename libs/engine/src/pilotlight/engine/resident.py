@@ -104,7 +104,7 @@ class ResidentStage:
             self.memory.close()
             raise
         self.parameters.meanwhile = self.compute.rehearse
-        self.parameters.behind_last = self.compute.arriving
+        self.parameters.behind_last = lambda: self.compute.arriving(len(self.scheduler.requests))
         # Behind all that maps memory: copies and a driver that maps wait for each other.
         self.parameters.order(early() if early is not None else {})
         self.sample = self.compute.sample

@@ -88,7 +88,7 @@ class CaptureOnSecondUse:
     def extended(self) -> None:
         """See ``GraphSupplier.extended``: nothing is captured before it runs."""
 
-    def arriving(self) -> None:
+    def arriving(self, requests: int) -> None:
         """See ``GraphSupplier.arriving``: no graph is there before it has run."""
 
     def close(self) -> None:

@@ -108,9 +108,12 @@ class GraphSupplier(Protocol):
         """The stage has memory for a longer range, which it does not run yet."""
         ...
 
-    def arriving(self) -> None:
+    def arriving(self, requests: int) -> None:
         """The last part of the stage is on its way, and this thread's work on the device waits for
         it there: what of the first steps can be launched behind it is launched.
+
+        Args:
+            requests: those that wait for it. The prompts of several are no steps of one graph.
 
         Raises:
             RestoreFailed: the driver refuses a graph.

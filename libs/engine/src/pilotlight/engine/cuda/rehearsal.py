@@ -5,6 +5,7 @@ around a trial: torch's kernels that put words and blocks aside, memory of the h
 to. All of it runs here on nothing of any request, so that the first token does not wait for it.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.proofs import Told
-from pilotlight.engine.cuda.sampler import CudaTokens
 from pilotlight.engine.cuda.trials import digest_of
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.memory import StageMemory
+from pilotlight.engine.device.sampler import PendingTokens
 from pilotlight.engine.faults import out_of_memory
 from pilotlight.policy.request import Sampling
 
@@ -29,7 +30,7 @@ GREEDY = SampleSpec(Sampling(seed=0, max_tokens=1, temperature=0.0), 0)
 class Samples(Protocol):
     """A stage's sampler. ``cuda.sampler.CudaSampler`` is one."""
 
-    def launch(self, logits: Tensor, specs: list[SampleSpec]) -> CudaTokens:
+    def launch(self, logits: Tensor, specs: Sequence[SampleSpec]) -> PendingTokens:
         """See ``CudaSampler.launch``."""
         ...
 

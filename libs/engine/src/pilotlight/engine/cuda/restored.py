@@ -222,11 +222,13 @@ class RestoredGraphs:
             comes = self._running or sizes[0] in self._order.ready
             return comes and len(sizes) > 1 and sizes[0] in self._recorded
 
-    def arriving(self) -> None:
-        """See ``GraphSupplier``: trials of what requests that have come will need."""
+    def arriving(self, requests: int) -> None:
+        """See ``GraphSupplier``: trials of what a request alone will need."""
         with self._changed:
             order, device, broken = self._order, self._device, self._broken
-        if device is not None and self._steps is not None and self._steps.whole and not broken:
+        if requests != 1 or device is None or self._steps is None or broken:
+            return
+        if self._steps.whole:
             there = [size for size in order.expected if size in order.ready]
             self._proofs.ahead(self._steps, there, device.launch)
 

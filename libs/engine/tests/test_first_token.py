@@ -1,0 +1,275 @@
+"""What is done for a first token before the last part has come: trials behind the last copy, and a
+rehearsal beside the copies. Without a device.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from restored_rig import DEADLINE_S, WHOLE, RestoredRig, plan_of, settled
+from torch import Tensor
+
+from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.cuda.pace import IDLE_S, Pace
+from pilotlight.engine.cuda.proofs import TrialUnderWay
+from pilotlight.engine.cuda.rehearsal import GREEDY, Rehearsal
+from pilotlight.engine.cuda.trials import HOST_ROWS
+from pilotlight.engine.errors import RestoreFailed
+from pilotlight.native.library import NativeError
+from pilotlight.policy.graphs.restoring import prompt_size
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Dtype, Stage
+
+
+@pytest.fixture
+def rig() -> Iterator[RestoredRig]:
+    """A request of 40 tokens has come, and all graphs are ready."""
+    made = RestoredRig((1, 2), prompts=(16, 64))
+    made.begin(before=lambda: plan_of(made).expect(40))
+    made.device.go()
+    settled(made)
+    yield made
+    made.end()
+
+
+def test_trials_of_what_a_request_needs_run_behind_the_last_copy(rig: RestoredRig) -> None:
+    plan = plan_of(rig)
+    plan.arriving(1)
+    assert rig.device.launched == [prompt_size(64), 1], "in the order of its steps"
+    assert rig.steps.input == 5.0, "the steps' own inputs are back"
+    assert plan.news.proved == 0, "nobody has looked at what they gave"
+    rig.steps.out.zero_()
+    assert rig.supply(64, prompt=True) is not None
+    assert plan.news.proved == 1
+    assert rig.supply(1) is not None
+    assert rig.device.launched == [prompt_size(64), 1], "no trial runs twice"
+    assert plan.news.proved == 2
+    plan.arriving(1)
+    assert rig.device.launched == [prompt_size(64), 1], "nor after its proof"
+
+
+@pytest.mark.parametrize("size", [prompt_size(64), 1])
+def test_a_trial_that_gave_other_bits_ends_the_process_before_a_step_runs(
+    rig: RestoredRig, size: int
+) -> None:
+    wrong = {**rig.layout.digests, size: "0" * 64}
+    plan = plan_of(rig)
+    plan._proofs._recorded = wrong
+    plan.arriving(1)
+    rows = 64 if size > 1 else 1
+    with pytest.raises(RestoreFailed, match="and 0000000000000000 was recorded"):
+        rig.supply(rows, prompt=size > 1)
+    assert plan.news.proved == 0
+
+
+def test_prompts_of_several_requests_are_no_steps_of_a_graph(rig: RestoredRig) -> None:
+    for requests in (0, 2):
+        plan_of(rig).arriving(requests)
+    assert rig.device.launched == []
+
+
+def test_a_graph_that_is_not_ready_is_proved_when_it_is_used() -> None:
+    rig = RestoredRig((1, 2), prompts=(64,))
+    plan = rig.begin(before=lambda: plan_of(rig).expect(40))
+    assert rig.device.began[prompt_size(64)].wait(DEADLINE_S)
+    plan.arriving(1)
+    assert rig.device.launched == []
+    rig.device.go()
+    assert rig.supply(64, prompt=True) is not None
+    assert rig.device.launched == [prompt_size(64)]
+    rig.end()
+
+
+def test_a_request_that_comes_when_graphs_are_ready_has_its_trials_too() -> None:
+    rig = RestoredRig((1, 2), prompts=(16,))
+    plan = rig.begin()
+    rig.device.go()
+    settled(rig)
+    assert plan.expect(16)
+    plan.arriving(1)
+    assert rig.device.launched == [prompt_size(16), 1]
+    rig.end()
+
+
+def test_a_trial_that_the_driver_refuses_ends_the_process(rig: RestoredRig) -> None:
+    def refuse(size: int) -> None:
+        raise NativeError(700, "illegal address")
+
+    rig.device.launch = refuse
+    with pytest.raises(RestoreFailed, match="illegal address"):
+        plan_of(rig).arriving(1)
+
+
+def test_refused_graphs_and_shorter_stages_have_no_trials(rig: RestoredRig) -> None:
+    plan = plan_of(rig)
+    rig.steps.whole = False
+    plan.arriving(1)
+    rig.steps.whole = True
+    plan._broken = NativeError(700, "illegal address")
+    plan.arriving(1)
+    assert rig.device.launched == []
+    plan._broken = None
+
+
+def test_what_a_trial_gave_is_looked_at_later(rig: RestoredRig) -> None:
+    """Its logits lie where those of every other step do."""
+    under_way = TrialUnderWay(rig.steps, HOST_ROWS, rig.device.launch)
+    rig.steps.out.fill_(3)
+    under_way.require(rig.layout.digests[HOST_ROWS], "the graph")
+    with pytest.raises(RestoreFailed, match="2 rows gave"):
+        under_way.require("0" * 64, "the graph")
+
+
+def test_graphs_of_many_rows_are_proved_when_they_are_used() -> None:
+    """Their digest is computed on the device, which would be waited for."""
+    rig = RestoredRig((1, 2, 4))
+    plan = rig.begin()
+    rig.device.go()
+    settled(rig)
+    plan._order = replace(plan._order, expected=(4,))
+    plan.arriving(1)
+    assert rig.device.launched == []
+    assert rig.supply(4) is not None
+    rig.end()
+
+
+class Ticks:
+    """A clock that stands."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_graphs_are_made_at_once_while_no_steps_run() -> None:
+    clock = Ticks()
+    pace = Pace(clock)
+    pace.wait()
+    pace.launched()
+    clock.now_s += 2 * IDLE_S
+    pace.wait()
+
+
+@pytest.mark.parametrize("how", ["launched", "hurry"])
+def test_a_graph_is_made_behind_the_next_launch_or_when_one_is_waited_for(how: str) -> None:
+    clock, made = Ticks(), threading.Event()
+    pace = Pace(clock)
+    waits: list[float | None] = []
+    pace._goes_on = cast("Any", Watched(waits))
+    pace.launched()
+    pace.wait()
+    assert waits == ["set", IDLE_S, "cleared"], "this launch has had none"
+    thread = threading.Thread(target=lambda: (pace.wait(), made.set()))
+    thread.start()
+    getattr(pace, how)()
+    assert made.wait(DEADLINE_S)
+    thread.join(DEADLINE_S)
+
+
+class Watched:
+    """An event that says what was done with it."""
+
+    def __init__(self, said: list[Any]) -> None:
+        self._said, self._event = said, threading.Event()
+
+    def set(self) -> None:
+        self._said.append("set")
+        self._event.set()
+
+    def clear(self) -> None:
+        self._said.append("cleared")
+        self._event.clear()
+
+    def wait(self, seconds: float) -> bool:
+        self._said.append(seconds)
+        return self._event.wait(DEADLINE_S)
+
+
+def test_steps_of_restored_graphs_set_the_pace(rig: RestoredRig) -> None:
+    step = rig.supply(1)
+    assert step is not None
+    assert plan_of(rig)._pace._launched_s is None, "a trial is no step"
+    step.graph.replay()
+    assert plan_of(rig)._pace._launched_s is not None
+
+
+class Sampled:
+    """What a rehearsal is of."""
+
+    def __init__(self, stage: Stage = WHOLE) -> None:
+        self.seen: list[object] = []
+        self.refuses: RuntimeError | None = None
+        self.memory = SimpleNamespace(
+            stage=stage,
+            dtype=Dtype.BFLOAT16,
+            decoder=SimpleNamespace(spec=SimpleNamespace(whole=WHOLE, vocab_size=48)),
+            arena=SimpleNamespace(device=torch.device("cpu")),
+        )
+
+    def launch(self, logits: Tensor, specs: object) -> Any:
+        if self.refuses is not None:
+            raise self.refuses
+        self.seen.append((tuple(logits.shape), logits.dtype, specs))
+        return SimpleNamespace(inputs="tokens")
+
+    def rehearse(self, inputs: object) -> None:
+        self.seen.append(inputs)
+
+    def rehearsal(self, *, steps: bool = True) -> Rehearsal:
+        return Rehearsal(cast("Any", self.memory), self, cast("Any", self) if steps else None)
+
+
+SAMPLED = (1, 48), torch.bfloat16, [GREEDY]
+
+
+def test_a_rehearsal_samples_nothing_and_does_what_is_around_trials_once() -> None:
+    stage = Sampled()
+    rehearsal = stage.rehearsal()
+    rehearsal()
+    rehearsal()
+    assert stage.seen == [SAMPLED, "tokens"]
+
+
+def test_without_trials_only_the_sampler_is_rehearsed_and_ranges_have_none() -> None:
+    stage, part = Sampled(), Sampled(Stage(0, 2))
+    stage.rehearsal(steps=False)()
+    part.rehearsal()()
+    assert (stage.seen, part.seen) == ([SAMPLED], [])
+
+
+def test_a_rehearsal_without_memory_is_none_and_any_other_failure_is_one() -> None:
+    stage = Sampled()
+    stage.refuses = torch.OutOfMemoryError("CUDA out of memory")
+    stage.rehearsal()()
+    assert stage.seen == []
+    stage.refuses = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal"):
+        stage.rehearsal()()
+
+
+def test_nothing_is_rehearsed_on_cores(driver: Any, checkpoint: Any) -> None:
+    """And nothing tried: what is first used there takes no longer."""
+    run = driver(BatchLimits(step_tokens=64, running=8))
+    run.load(checkpoint("qwen2"), kv_tokens=64)
+    compute = run.engine._stages[InstanceId("i")].compute
+    assert compute.rehearse.__name__ == "_nothing"
+    assert compute.arriving.__name__ == "_nothing_of"
+
+
+def test_a_stage_says_how_many_requests_its_last_part_is_waited_for_by(
+    driver: Any, checkpoint: Any
+) -> None:
+    model, asked = checkpoint("qwen2"), []
+    run = driver(BatchLimits(step_tokens=64, running=8))
+    run.load(model, kv_tokens=64)
+    stage = run.engine._stages[InstanceId("i")]
+    stage.compute = replace(stage.compute, arriving=asked.append)
+    stage.parameters.behind_last()
+    run.add("a", [1, 2, 3], max_tokens=2)
+    stage.parameters.behind_last()
+    assert asked == [0, 1]
