@@ -27,11 +27,13 @@ the first graph's kernels (``read``, ``open``, ``load``, before the stage has it
 gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
 images, nodes, instantiation and upload took, of the first graph (``first_``) and of all (``all_``).
 
-Cold starts tell a timeline, in milliseconds from their beginning: ``reserved`` (the parts' memory;
-copies begin), ``at_steps`` (the stage has its steps), ``begun`` (it is set up; then recorded
-kernels are read, which takes ``kernels``), ``placed`` (the last copy is done),
-``at_prompt128_ready`` (its graph), ``_asked`` (the prompt begins), ``_trial`` (the graph's proof is
-launched), ``_proved``, ``_run`` (the prompt is launched), and ``ttft``.
+Cold starts tell a timeline, in milliseconds from their beginning: ``at_steps`` (the stage has its
+steps), ``reserved`` (and all of its memory; copies begin), ``begun`` (it is set up; then recorded
+kernels are read, which takes ``kernels``), ``at_prompt128_ready`` (the prompt's graph), ``_trial``
+(its proof is launched, behind the last copy), ``placed`` (that is done), ``_asked`` (the prompt
+begins), ``_proved``, ``_run`` (the prompt is launched), and ``ttft``. ``before_`` and ``beside_``
+are the arena's calls of the driver that map memory, before the first copy and from then on until
+the last one is done, and what creating, mapping and access took of them.
 
 The floors: all graphs in 0.3 s, the first in 40 ms, beside copies at most 1.3 times as long as
 alone. Writes OUT, in the form of ``bench/results``, after every row; rows for which there is no

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from pilotlight.engine.cuda.kernel_store import STORE
+from pilotlight.native.device import DriverCalls
 from pilotlight.native.graphs import record_images
 
 if __name__ == "__main__" and sys.argv[1] == "record":
@@ -299,11 +300,13 @@ def cold(
     if warm:
         warm_up(model.engine, CUDA_PROBE)
     kernels_s = 0.0
+    calls = [model.arena.driver_calls]
     began_s = time.perf_counter()
     reserved_s: list[float] = []
 
     def early() -> dict[int, Mapping[str, "Source"]]:
         reserved_s.append(time.perf_counter())
+        calls.append(model.arena.driver_calls)
         return {part: model.sources(part) for part in model.parts[:EARLY_PARTS]}
 
     where = Where()
@@ -317,6 +320,7 @@ def cold(
         model.ask()
         model.place_all()
         placed_s = time.perf_counter()
+        calls.append(model.arena.driver_calls)
         at_s = model.answer(1 if looked else OUTPUT_TOKENS)
     if looked:
         print(where.told(), file=sys.stderr, flush=True)
@@ -331,6 +335,7 @@ def cold(
         "begun_ms": (begun_s - began_s) * 1e3,
         "placed_ms": (placed_s - began_s) * 1e3,
     }
+    told |= mapping("before", *calls[:2]) | mapping("beside", *calls[1:])
     if isinstance(plan, RestoredGraphs):
         told |= {f"took_{step}_ms": ms for step, ms in plan.took_ms.items()}
         told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}
@@ -344,6 +349,19 @@ def cold(
         "compiled": len(STORE.compiled),
         "given_up": int(bool(STORE.broken)),
     }
+
+
+def mapping(when: str, start: DriverCalls, stop: DriverCalls) -> dict[str, float]:
+    """What an arena asked of the driver between two moments that maps memory, and what of it took
+    how long.
+    """
+    names = {"create": "created", "map": "mapped", "access": "access_set"}
+    calls = sum(getattr(stop, name) - getattr(start, name) for name in names.values())
+    spent = {
+        f"{when}_{call}_ms": (getattr(stop, f"{call}_ns") - getattr(start, f"{call}_ns")) / 1e6
+        for call in names
+    }
+    return {f"{when}_calls": calls, **spent}
 
 
 def main() -> None:

@@ -78,9 +78,9 @@ def test_a_graph_that_is_not_ready_is_proved_when_it_is_used() -> None:
     assert rig.device.began[prompt_size(64)].wait(DEADLINE_S)
     plan.arriving(1)
     assert rig.device.launched == []
-    rig.device.go()
+    rig.device.go(prompt_size(64))
     assert rig.supply(64, prompt=True) is not None
-    assert rig.device.launched == [prompt_size(64)]
+    assert rig.device.launched == [prompt_size(64)], "the decode step's is not ready either"
     rig.end()
 
 

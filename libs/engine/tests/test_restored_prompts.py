@@ -31,8 +31,11 @@ def test_prompts_come_behind_decode_steps_and_are_proved_as_they_are(prompts: Re
     assert prompts.supply(64, Stage(0, 2), prompt=True) is None
     step = prompts.supply(64, prompt=True)
     assert step is not None
-    assert prompts.device.launched == [prompt_size(64)], "its trial"
+    assert prompts.device.launched == [prompt_size(64), 1], "its trial, and the next step's"
     assert (plan.news.ready, plan.news.proved) == (4, 1)
+    assert prompts.supply(1) is not None
+    assert prompts.device.launched == [prompt_size(64), 1], "which lies between no two tokens"
+    assert plan.news.proved == 2
     prompts.graph_set.uses = {Kind(WHOLE, 64, prompt=True): 5, Kind(WHOLE, 2): 7}
     assert plan.uses == {2: 7, prompt_size(64): 5}
 

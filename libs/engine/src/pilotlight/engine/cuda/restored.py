@@ -14,7 +14,7 @@ kernels are loaded while the stage gets its memory, and its own addresses are lo
 """
 
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -99,21 +99,18 @@ class RestoredGraphs:
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
-        self._recorded = recorded.digests
-        self._layout = recorded
-        self._read = read
+        self._layout, self._recorded = recorded, recorded.digests
+        self._read, self._capture = read, capture
         self._open, self._fit = open_archive, fit
-        self._capture = capture
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._later, self._running, self._closing = later, False, False
-        self._took = Took(monotonic_s)
+        self._took, self._pace = Took(monotonic_s), Pace(monotonic_s)
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
         self._proofs = Proofs(self._recorded)
-        self._pace = Pace(monotonic_s)
         self.lists = LaunchLists(self._recorded, on=launch_lists)
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
@@ -224,13 +221,8 @@ class RestoredGraphs:
 
     def arriving(self, requests: int) -> None:
         """See ``GraphSupplier``: trials of what a request alone will need."""
-        with self._changed:
-            order, device, broken = self._order, self._device, self._broken
-        if requests != 1 or device is None or self._steps is None or broken:
-            return
-        if self._steps.whole:
-            there = [size for size in order.expected if size in order.ready]
-            self._proofs.ahead(self._steps, there, device.launch)
+        if requests == 1 and self._steps is not None and self._steps.whole and not self._broken:
+            self._try(self._order.expected)
 
     def prove(self) -> None:
         """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
@@ -296,9 +288,17 @@ class RestoredGraphs:
     def _prove(self, size: int) -> None:
         assert self._device is not None
         assert self._steps is not None
+        if self._steps.kind_of(size).prompt:
+            # The step behind it too: its trial would lie between the first token and the second.
+            self._try((size, 1))
         self._proofs.require(self._steps, size, self._device.launch)
         with self._changed:
             self._changed.notify_all()
+
+    def _try(self, sizes: Iterable[int]) -> None:
+        if self._device is not None and self._steps is not None:
+            there = [size for size in sizes if size in self._order.ready]
+            self._proofs.ahead(self._steps, there, self._device.launch)
 
     def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
         """What is wrong with the stage is told, whatever the archive is."""
