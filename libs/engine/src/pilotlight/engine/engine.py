@@ -134,7 +134,7 @@ class Engine:
             slot: the model's own (``Model.slot``), in which it lies where that is free; None: any.
             plan: see ``compute_on``.
             may_grow: see ``room.divide``.
-            early: parts whose copies begin before the rest of it is set up.
+            early: parts whose copies begin as soon as it is set up.
 
         Raises:
             UnsupportedModel: no decoder runs it.

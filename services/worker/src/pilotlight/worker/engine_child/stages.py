@@ -139,7 +139,7 @@ class StageLoads:
             may_grow=command.may_grow,
             early=None if inbox is None else lambda: _early(pool, inbox.parts_of(instance_id)),
         )
-        # Beside the copies that have begun; the first of them is launched by a step.
+        # Beside the copies that have begun; the first of them is launched by a rehearsal.
         self.kernels.begin(command)
         name = PhaseName.INIT
         if command.artifact and command.stage == model.spec.whole:
