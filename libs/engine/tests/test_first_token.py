@@ -3,7 +3,7 @@ rehearsal beside the copies. Without a device.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +14,7 @@ from restored_rig import DEADLINE_S, WHOLE, RestoredRig, plan_of, settled
 from torch import Tensor
 
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.cuda.pace import IDLE_S, Pace
+from pilotlight.engine.cuda.pace import IDLE_S, LAUNCHES, Pace
 from pilotlight.engine.cuda.proofs import TrialUnderWay
 from pilotlight.engine.cuda.rehearsal import GREEDY, Rehearsal
 from pilotlight.engine.cuda.trials import HOST_ROWS
@@ -146,48 +146,62 @@ class Ticks:
         return self.now_s
 
 
+class Watched(threading.Condition):
+    """Says who waits, and for how long at most; waits as long as it must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[float | None] = []
+        self.waits = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        self.waited.append(timeout)
+        self.waits.set()
+        return super().wait_for(predicate, DEADLINE_S)
+
+
+def pace_at(clock: Ticks) -> tuple[Pace, Watched]:
+    pace, watched = Pace(clock), Watched()
+    pace._changed = watched
+    return pace, watched
+
+
 def test_graphs_are_made_at_once_while_no_steps_run() -> None:
     clock = Ticks()
-    pace = Pace(clock)
+    pace, watched = pace_at(clock)
     pace.wait()
     pace.launched()
     clock.now_s += 2 * IDLE_S
     pace.wait()
+    assert watched.waited == []
 
 
-@pytest.mark.parametrize("how", ["launched", "hurry"])
-def test_a_graph_is_made_behind_the_next_launch_or_when_one_is_waited_for(how: str) -> None:
-    clock, made = Ticks(), threading.Event()
-    pace = Pace(clock)
-    waits: list[float | None] = []
-    pace._goes_on = cast("Any", Watched(waits))
-    pace.launched()
-    pace.wait()
-    assert waits == ["set", IDLE_S, "cleared"], "this launch has had none"
-    thread = threading.Thread(target=lambda: (pace.wait(), made.set()))
+@pytest.mark.parametrize(("how", "times"), [("launched", LAUNCHES), ("hurry", 1)])
+def test_a_graph_is_made_behind_launches_from_now_on_or_when_one_is_waited_for(
+    how: str, times: int
+) -> None:
+    pace, watched = pace_at(Ticks())
+    for _ in range(LAUNCHES):
+        pace.launched()
+    thread = threading.Thread(target=pace.wait)
     thread.start()
-    getattr(pace, how)()
-    assert made.wait(DEADLINE_S)
+    assert watched.waits.wait(DEADLINE_S), "for others than those"
+    for left in reversed(range(times)):
+        getattr(pace, how)()
+        with watched:
+            assert pace._launches >= LAUNCHES
+        if left:
+            assert thread.is_alive()
     thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert watched.waited == [IDLE_S]
 
 
-class Watched:
-    """An event that says what was done with it."""
-
-    def __init__(self, said: list[Any]) -> None:
-        self._said, self._event = said, threading.Event()
-
-    def set(self) -> None:
-        self._said.append("set")
-        self._event.set()
-
-    def clear(self) -> None:
-        self._said.append("cleared")
-        self._event.clear()
-
-    def wait(self, seconds: float) -> bool:
-        self._said.append(seconds)
-        return self._event.wait(DEADLINE_S)
+def test_who_is_in_a_hurry_before_the_thread_comes_is_not_forgotten() -> None:
+    pace, _ = pace_at(Ticks())
+    pace.launched()
+    pace.hurry()
+    pace.wait()
 
 
 def test_steps_of_restored_graphs_set_the_pace(rig: RestoredRig) -> None:

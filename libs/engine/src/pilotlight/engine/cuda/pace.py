@@ -1,10 +1,11 @@
-"""When graphs are made beside steps: at most one for each step, and directly behind its launch.
+"""When graphs are made beside steps: each behind the launch of a step, with another one launched
+before.
 
-The driver does one thing at a time, and to make a graph takes as long as a step::
+The driver does one thing at a time, and to make a graph takes it longer than a step::
 
-    host      launch n + 1 | wait for n ........ | launch n + 2 |
-    thread                 [ a graph .... )       nothing       [ the next one .... )
-    device    [ n ................. )[ n + 1 ................. )[ n + 2 ...
+    host      launch n | launch n + 1 | wait for n .... | launch n + 2 | wait for n + 1 | launch n + 3 |
+    thread                            [ a graph ................ )       nothing                      [ the next one
+    device    [ n ............................. )[ n + 1 .................. )[ n + 2 ............... )[
 
 A launch that came while several are made, one after the other, would wait for more of them than the
 device has work for.
@@ -15,6 +16,9 @@ from collections.abc import Callable
 
 IDLE_S = 0.02
 """No step was launched for so long: none comes, for all that is known."""
+LAUNCHES = 2
+"""From when a graph could be made on: the last of them is of a step that runs ahead, so the device
+has something to do behind the one that it is at."""
 
 
 class Pace:
@@ -27,22 +31,33 @@ class Pace:
             monotonic_s: a clock, in seconds.
         """
         self._now_s = monotonic_s
-        self._goes_on = threading.Event()
+        self._changed = threading.Condition()
+        self._launches = 0
         self._launched_s: float | None = None
+        self._hurried = False
 
     def launched(self) -> None:
         """A step is on the device."""
-        self._launched_s = self._now_s()
-        self._goes_on.set()
+        with self._changed:
+            self._launches += 1
+            self._launched_s = self._now_s()
+            self._changed.notify_all()
 
     def hurry(self) -> None:
-        """A step waits for its graph, or the stage goes: nobody is to wait for the next step."""
-        self._goes_on.set()
+        """A step waits for its graph, or the stage goes: nobody is to wait for other steps."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
 
     def wait(self) -> None:
-        """Returns behind the next launch, and at once while no steps run."""
-        launched_s = self._launched_s
-        if launched_s is None or self._now_s() - launched_s > IDLE_S:
-            return
-        self._goes_on.wait(IDLE_S)
-        self._goes_on.clear()
+        """Returns behind a launch, and at once while no steps run."""
+        with self._changed:
+            if self._runs:
+                due = self._launches + LAUNCHES
+                self._changed.wait_for(lambda: self._hurried or self._launches >= due, IDLE_S)
+            self._hurried = False
+
+    @property
+    def _runs(self) -> bool:
+        since_s = self._launched_s
+        return since_s is not None and self._now_s() - since_s <= IDLE_S

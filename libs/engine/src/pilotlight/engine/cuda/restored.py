@@ -134,10 +134,9 @@ class RestoredGraphs:
 
     @property
     def took_ms(self) -> Mapping[str, float]:
-        """Milliseconds: of reading and opening the archive and of loading the first kernels, which
-        is done before the stage has its steps, or while; then, since it had them, until
-        ``reserved``, ``begun``, ``first`` and ``all``; of the first graph, and of all, by part.
-        """
+        """Milliseconds: of reading and opening the archive and loading the first kernels, while the
+        stage gets its steps; since it has them, until ``reserved``, ``begun``, ``first`` and
+        ``all``; of the first graph, and of all, by part."""
         return dict(self._took.ms)
 
     @property
@@ -380,10 +379,11 @@ class RestoredGraphs:
             return next_graph(replace(self._order, ready=frozenset(loaded)))
 
     def _next(self) -> int | None:
-        self._pace.wait()
         with self._changed:
             if not self._changed.wait_for(self._goes_on, self._rest_s):
                 self._rest_s = 0.0
+        self._pace.wait()
+        with self._changed:
             size = None if self._closing else next_graph(self._order)
             if size is None:
                 self._running = False
