@@ -135,8 +135,9 @@ class RestoredGraphs:
     @property
     def took_ms(self) -> Mapping[str, float]:
         """Milliseconds: of reading and opening the archive and loading the first kernels, while the
-        stage gets its steps; since it has them, until ``reserved``, ``begun``, ``first`` and
-        ``all``; of the first graph, and of all, by part."""
+        stage gets its steps; since then, until ``reserved``, ``begun``, ``first`` and ``all``; of
+        the first graph and of all, by part.
+        """
         return dict(self._took.ms)
 
     @property
@@ -288,8 +289,7 @@ class RestoredGraphs:
         assert self._device is not None
         assert self._steps is not None
         if self._steps.kind_of(size).prompt:
-            # The step behind it too: its trial would lie between the first token and the second.
-            self._try((size, 1))
+            self._try((size, 1))  # The second token waits for no trial.
         self._proofs.require(self._steps, size, self._device.launch)
         with self._changed:
             self._changed.notify_all()
