@@ -1,5 +1,5 @@
-"""Which graphs have given what was recorded for their trials (``cuda.trials``), and which trials are
-under way on the device.
+"""Which graphs have given what was recorded for their trials (``cuda.trials``), and which trials
+are under way on the device.
 
 A trial can be launched long before anybody asks what it gave. Those of the graphs that a request
 waits for are launched behind the last copy of its model: the device runs them when that has

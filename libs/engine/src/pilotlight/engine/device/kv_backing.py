@@ -22,8 +22,8 @@ from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.errors import EngineError
 
 LEAST_PIECES, LEAST_PIECE_BYTES = 4, 64 << 20
-"""A layer's keys come in so many chunks, as far as these are no shorter: to end on a border costs no
-more than a fourth of all. More of them only where they would be too long."""
+"""A layer's keys come in so many chunks, as far as these are no shorter: to end on a border costs
+no more than a fourth of all. More of them only where they would be too long."""
 SAVED_BYTES = 1 << 30
 """As much is copied at once where chunks are cut: a device that is nearly full has room for it."""
 
