@@ -278,6 +278,17 @@ class Listed(RestoredGraphs):
         super().begin(steps, graphs)
 
 
+def as_for_a_request(stage: Stage, plan: RestoredGraphs) -> None:
+    """What is done where a request waits: a rehearsal, and trials of its graphs when these are
+    ready.
+    """
+    plan.expect(LENGTHS[0])
+    stage.compute.rehearse()
+    while not plan.news.refused and plan.news.ready < 2:
+        pass
+    stage.compute.arriving(1)
+
+
 def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str, Any]:
     layout = decode_json((folder / f"{kind}.json").read_bytes(), GraphLayout)
     archive = bytearray((folder / f"{kind}.graphs").read_bytes())
@@ -307,6 +318,8 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
     found: dict[str, str] = {}
     failed, first_s = "", 0.0
     try:
+        if way == "plain":
+            as_for_a_request(stage, plan)
         for name, digest in stage.digests(poison_bytes):
             first_s = first_s or time.perf_counter() - began_s
             found[name] = digest

@@ -57,6 +57,7 @@ class Rehearsal:
         self._memory, self._sampler, self._steps = memory, sampler, steps
         self._is_over = False
 
+    @torch.inference_mode()
     def __call__(self) -> None:
         """The first time, and of a whole model alone: ranges sample elsewhere."""
         spec = self._memory.decoder.spec
