@@ -45,8 +45,8 @@ from pilotlight.engine.cuda.graphs import (
     GraphSet,
     GraphStep,
     GraphSupplier,
+    HasSteps,
     Kind,
-    StageSteps,
 )
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
@@ -157,15 +157,15 @@ class Capturing:
     """A ``GraphPlan``: everything is compiled and captured before anything is answered."""
 
     def __init__(self) -> None:
-        self.steps: StageSteps | None = None
+        self.steps: HasSteps | None = None
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
         """See ``GraphPlan``."""
         return CaptureOnSecondUse(memory.arena.device, scratch)
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self.steps = steps
+        self.steps = stage
 
 
 class Watched(RestoredGraphs):
@@ -187,12 +187,12 @@ class Watched(RestoredGraphs):
         self.moments.setdefault(f"{name}_proved", time.perf_counter())
         return found
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         self._began_s = self.moments["steps"] = time.perf_counter()
         self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
         self.first_ms = self.all_ms = 0.0
-        super().begin(steps, graphs)
+        super().begin(stage, graphs)
         self._watch.start()
 
     def wait(self) -> None:
@@ -272,7 +272,7 @@ def captured(shape: str) -> dict[str, Any]:
     first_ms, began_s = 0.0, time.perf_counter()
     for rows in SIZES:
         for _ in range(2):  # the first one runs eagerly
-            plan.steps.trial(rows)
+            plan.steps.steps_of().trial(rows)
         torch.cuda.synchronize()
         first_ms = first_ms or (time.perf_counter() - began_s) * 1e3
     return {"first_ms": first_ms, "all_ms": (time.perf_counter() - began_s) * 1e3}

@@ -47,16 +47,22 @@ class StandInPool:
 
 
 class StandInSteps:
-    """Steps that give what they are filled with."""
+    """Steps that give what they are filled with, and the stage that has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Stage = WHOLE) -> None:
+        self.layers = layers
+        self.others: dict[Stage, StandInSteps] = {}
+        """Of other ranges."""
         self.pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
         self.out = self.pool[: 4 * SIZES[-1] * VOCAB].view(torch.float32).view(SIZES[-1], VOCAB)
         self.input = 5.0
-        self.has_trials = self.whole = True
+        self.has_trials = self.present = True
         self.places = {"metadata": 4096}
         self.through: Callable[[int], Tensor] | None = None
         """How a trial runs."""
+
+    def steps_of(self, layers: Stage | None = None) -> "StandInSteps":
+        return self.others.get(layers or WHOLE, self)
 
     @contextlib.contextmanager
     def trial_inputs(self, size: int) -> Iterator[None]:
@@ -73,13 +79,16 @@ class StandInSteps:
 
     def kind_of(self, size: int) -> Kind:
         prompt = size > PROMPTS
-        return Kind(WHOLE, size - PROMPTS if prompt else size, prompt)
+        return Kind(self.layers, size - PROMPTS if prompt else size, prompt)
 
-    def logits(self, size: int) -> Tensor:
+    def logits(self) -> Tensor:
+        return self.out
+
+    def output(self, size: int) -> Tensor:
         return self.out[: 1 if size > PROMPTS else size]
 
     def compute(self, size: int) -> None:
-        out = self.logits(size)
+        out = self.output(size)
         out.copy_(torch.arange(out.numel()).view_as(out) * self.input + size)
 
 
@@ -210,7 +219,7 @@ class RestoredRig:
     def recorded(self, size: int) -> str:
         with self.steps.trial_inputs(size):
             self.steps.compute(size)
-        return digest_of(self.steps.logits(size))
+        return digest_of(self.steps.output(size))
 
     def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
         """``before``: asked between the stage's memory and its steps."""
@@ -240,7 +249,7 @@ class RestoredRig:
         """As a step of so many rows asks."""
         assert self.plan is not None
         kind = Kind(layers, rows, prompt)
-        return self.plan.supply(kind, lambda: self.steps.out, lambda: self.steps.logits(kind.size))
+        return self.plan.supply(kind, lambda: self.steps.out, lambda: self.steps.output(kind.size))
 
     def end(self) -> None:
         self.device.go()

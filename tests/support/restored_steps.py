@@ -33,7 +33,7 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import GraphsRefused, named
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, StageSteps
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, HasSteps
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
@@ -230,7 +230,7 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
                 with steps.trial_inputs(size):
                     torch.cuda.synchronize()
                     go(size, stream)
-                    found = digest_of(steps.logits(size))
+                    found = digest_of(steps.output(size))
             except (NativeError, RuntimeError) as error:
                 told[name] = str(error)
                 return told
@@ -270,10 +270,10 @@ class Listed(RestoredGraphs):
         self._all_loaded.set()
         return device
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         assert self._all_loaded.wait(LOADED_S)
-        super().begin(steps, graphs)
+        super().begin(stage, graphs)
 
 
 def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str, Any]:

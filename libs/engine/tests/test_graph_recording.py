@@ -70,7 +70,7 @@ class Recording:
             self.order.append(rows)
         was = float(self.steps.pool[-1])
         self.steps.compute(rows)
-        out = self.steps.logits(rows)
+        out = self.steps.output(rows)
         wrong = rows in self.only
         if turn >= 2 and (self.captures or not wrong):
             self.graphs[self.steps.kind_of(rows)] = object()
@@ -164,7 +164,7 @@ def test_a_model_without_trials_is_refused_by_name(recording: Recording) -> None
 
 
 def test_graphs_of_a_range_are_not_recorded(recording: Recording) -> None:
-    recording.steps.whole = False
+    recording.steps.present = False
     with pytest.raises(NotRecorded) as refused:
         recording.record()
     assert refused.value.field == "stage"

@@ -54,7 +54,7 @@ def test_graphs_come_by_size_and_each_is_proved_before_its_first_use(rig: Restor
     assert rig.steps.input == 5.0, "the step's own inputs are back"
     step.graph.replay()
     rig.steps.compute(2)
-    assert torch.equal(step.output, rig.steps.logits(2))
+    assert torch.equal(step.output, rig.steps.output(2))
     assert rig.capture.asked == []
 
 
@@ -244,7 +244,7 @@ def test_all_are_proved_at_once_in_a_pool_of_nonsense(rig: RestoredRig) -> None:
     def through(rows: int) -> torch.Tensor:
         poisoned.append(bool((rig.steps.pool == 255).all()))
         assert rig.supply(rows) is not None
-        return rig.steps.logits(rows)
+        return rig.steps.output(rows)
 
     rig.steps.through = through
     plan.prove()

@@ -131,7 +131,7 @@ def require_trial(
     """
     with steps.trial_inputs(size):
         launch(size)
-        found = digest_of(steps.logits(size))
+        found = digest_of(steps.output(size))
     if found != recorded:
         raise RestoreFailed(
             f"{what} of {named(steps.kind_of(size))} gave {found[:16]} for its trial, "

@@ -1,9 +1,9 @@
 """Graphs that another process captured, made again in this one (design 8: lazy restore).
 
-One thread makes them, one after the other, in the order of ``policy.graphs.restoring``: a size that
-a step waits for goes first, then what a request that has come will need. Before a graph's first use
-its trial must give what was recorded. On the way of the first one is what that one needs alone: its
-kernels are loaded while the stage gets its memory, and its own addresses are looked at.
+One thread makes them, one after the other, in the order of ``policy.graphs.restoring``. Before a
+graph's first use its trial must give what was recorded. On the way of the first one is what that
+one needs alone: its kernels are loaded while the stage gets its memory, and its own addresses are
+looked at.
 
 ::
 
@@ -14,6 +14,7 @@ kernels are loaded while the stage gets its memory, and its own addresses are lo
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -26,9 +27,17 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.fitting import Fit, Fitting, GraphsRefused, RestoreNews, fitted, opened
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
-from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
+from pilotlight.engine.cuda.graphs import (
+    GraphSet,
+    GraphStep,
+    GraphSupplier,
+    HasSteps,
+    Kind,
+    StageSteps,
+)
 from pilotlight.engine.cuda.launch_lists import LaunchLists, require_trial
 from pilotlight.engine.cuda.prompts import length_for
+from pilotlight.engine.cuda.restore_times import RestoreTimes
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
@@ -46,6 +55,7 @@ from pilotlight.policy.graphs.restoring import (
     rests,
 )
 from pilotlight.policy.materialized import GraphLayout
+from pilotlight.policy.model import Stage
 
 log = structlog.get_logger()
 
@@ -61,8 +71,9 @@ POISON = 0xFF
 
 
 class RestoredGraphs:
-    """A ``GraphPlan``, and the stage's ``GraphSupplier``: of the whole model's decode steps, and of
-    those of one prompt alone. All others are captured.
+    """A ``GraphPlan``, and the stage's ``GraphSupplier``: of decode steps of the whole model or of
+    one range of its layers, and of those of one prompt alone. All others are captured, or another
+    plan's.
     """
 
     def __init__(
@@ -75,6 +86,8 @@ class RestoredGraphs:
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
+        layers: Stage | None = None,
+        behind: "RestoredGraphs | None" = None,
         later: bool = False,
         launch_lists: bool = False,
         uses: Mapping[int, int] | None = None,
@@ -90,28 +103,27 @@ class RestoredGraphs:
             capture: makes what gives the other graphs, and all where nothing is restored.
             wait_s: the most that a step waits for its graph.
             rest_s: see ``REST_S``.
-            later: the stage may become the whole model: until it has memory for that, no kernel is
+            layers: of the graphs; None: the whole model.
+            behind: gives what this one does not have, in the place of ``capture``: graphs of what
+                the stage may become. Both use the same memory of the graph pool.
+            later: the stage may become the range: until it has memory for that, no kernel is
                 loaded, and no graph is made.
             launch_lists: a step whose kernels are loaded does not wait for its graph.
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
-        self._recorded = recorded.digests
-        self._layout = recorded
-        self._read = read
-        self._open, self._fit = open_archive, fit
-        self._capture = capture
+        self._layout, self._recorded = recorded, recorded.digests
+        self._read, self._open, self._fit = read, open_archive, fit
+        self._capture, self._layers, self._behind = capture, layers, behind
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._later, self._running, self._closing = later, False, False
-        self._now_s = monotonic_s
-        self._begun_s = 0.0
-        self._took_ms: dict[str, float] = {}
+        self._took = RestoreTimes(monotonic_s)
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
-        self._proved: set[int] = set()
+        self._proved = set[int]()
         self.lists = LaunchLists(self._recorded, on=launch_lists)
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
@@ -125,63 +137,65 @@ class RestoredGraphs:
     def news(self) -> RestoreNews:
         """How far it is. For any thread."""
         with self._changed:
-            refused, broken = self._refused, self._broken
-            return RestoreNews(
-                ready=len(self._order.ready),
-                proved=len(self._proved),
-                refused="driver" if broken else refused.field if refused else "",
-                message=str(broken or refused or ""),
-            )
+            ready, proved = len(self._order.ready), len(self._proved)
+            own = RestoreNews.of(ready, proved, self._broken or self._refused)
+        return own if self._behind is None else own.with_those(self._behind.news)
 
     @property
     def took_ms(self) -> Mapping[str, float]:
-        """Milliseconds: of reading and opening the archive and of loading the first kernels, which
-        is done before the stage has its steps, or while; then, since it had them, until
-        ``reserved``, ``begun``, ``first`` and ``all``; of the first graph, and of all, by part.
-        """
-        return dict(self._took_ms)
+        """See ``RestoreTimes``."""
+        return dict(self._took.steps)
 
     @property
     def uses(self) -> dict[int, int]:
-        """How often steps of each recorded size ran."""
-        if self._graphs is None or self._steps is None:
-            return {}
-        ran = {size: self._graphs.uses.get(self._steps.kind_of(size)) for size in self._recorded}
+        """How often steps of each recorded size ran, of this range or of what is behind it."""
+        ran = Counter({} if self._behind is None else self._behind.uses)
+        if self._graphs is not None and self._steps is not None:
+            for size in self._recorded:
+                ran[size] += self._graphs.uses.get(self._steps.kind_of(size), 0)
         return {size: uses for size, uses in ran.items() if uses}
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "RestoredGraphs":
         """See ``GraphPlan``: the archive is read from now on."""
         self._memory, self._scratch = memory, scratch
-        self._fallback = self._capture(memory.arena.device, scratch)
         self._thread = threading.Thread(target=self._restore, name="graphs", daemon=True)
         self._thread.start()
+        if self._behind is not None:
+            self._fallback = self._behind.supplier(memory, scratch)
+        else:
+            self._fallback = self._capture(memory.arena.device, scratch)
         return self
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
-        """See ``GraphPlan``: from now on graphs are made, or from when the stage is whole."""
-        self._steps, self._graphs, self._begun_s = steps, graphs, self._now_s()
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``: from now on graphs are made, or from when the stage has the range."""
+        if self._behind is not None:
+            self._behind.begin(stage, graphs)
+        self._took.begin()
+        self._steps, self._graphs = stage.steps_of(self._layers), graphs
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            stage = Fitting(self._layout, self._memory, self._scratch, steps, self._later)
-            self._rest = self._fit(stage)
+            wanted = (self._layout, self._memory, self._scratch, self._steps, self._later)
+            self._rest = self._fit(Fitting(*wanted))
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
-        self._took("reserved")
+        self._took.until("reserved")
         self._go()
 
     def extended(self) -> None:
         """See ``GraphSupplier``: graphs need no weights."""
         if self._later:
-            self._begun_s = self._now_s()
+            self._took.begin()
             self._go()
+        if self._behind is not None:
+            self._behind.extended()
 
     def _go(self) -> None:
-        """Graphs are made from now on, if the stage is whole."""
+        """Graphs are made from now on, if the stage has the range."""
         assert self._steps is not None
         with self._changed:
-            if self._steps.whole and self._refused is None and self._broken is None:
+            if self._steps.present and self._refused is None and self._broken is None:
                 self._running, self._later = True, False
             self._changed.notify_all()
 
@@ -217,7 +231,8 @@ class RestoredGraphs:
             for size in sizes:
                 self._order = expect(self._order, size)
             comes = self._running or sizes[0] in self._order.ready
-            return comes and len(sizes) > 1 and sizes[0] in self._recorded
+        comes = comes and len(sizes) > 1 and sizes[0] in self._recorded
+        return (self._behind is not None and self._behind.expect(tokens)) or comes
 
     def prove(self) -> None:
         """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
@@ -274,8 +289,7 @@ class RestoredGraphs:
         return self._running and self.lists.can(self._device, size)
 
     def _is_settled(self, size: int) -> bool:
-        order = self._order
-        settled = size in order.ready or size in order.refused
+        settled = size in self._order.ready or size in self._order.refused
         return settled or not self._running or self._can_list(size)
 
     def _prove(self, size: int) -> None:
@@ -306,19 +320,19 @@ class RestoredGraphs:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
-            self._took("begun")
+            self._took.until("begun")
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
                 self._list(device, size)
                 self._ended(size, built(device, size))
-                if "first" not in self._took_ms:
-                    self._took("first")
-                    self._spent("first", device, before)
-                    # What proves larger graphs is loaded now, not at its first use in a step.
-                    digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
-            self._took("all")
-            self._spent("all", device, {})
-            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took_ms}
+                if "first" not in self._took.steps:
+                    self._took.until("first")
+                    self._took.spent("first", device.spent_ms, before)
+                    # What proves larger graphs is loaded now.
+                    digest_of(torch.zeros_like(self._steps.output(HOST_ROWS + 1)))
+            self._took.until("all")
+            self._took.spent("all", device.spent_ms, {})
+            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took.steps}
             log.info("graphs restored", action="graphs_restored", **facts)
         except GraphsRefused as refused:
             self._refuse(refused)
@@ -337,12 +351,12 @@ class RestoredGraphs:
         """The archive, with the kernels of as many graphs as there is time for, in the order in
         which graphs come.
         """
-        at_s = self._now_s()
+        at_s = self._took.now_s()
         archive = self._read()
-        at_s = self._lasted("read", at_s)
+        at_s = self._took.part("read", at_s)
         assert self._memory is not None
         self._device = device = opened(self._open, self._memory, archive, self._recorded)
-        at_s = self._lasted("open", at_s)
+        at_s = self._took.part("open", at_s)
         loaded: set[int] = set()
         while (size := self._next_to_load(loaded)) is not None:
             with suppress(OutOfMemory):
@@ -350,7 +364,7 @@ class RestoredGraphs:
                 device.load(size)
                 self.lists.loaded(device, size)
             loaded.add(size)
-        self._lasted("load", at_s)
+        self._took.part("load", at_s)
         return device
 
     def _list(self, device: GraphDevice, size: int) -> None:
@@ -365,18 +379,6 @@ class RestoredGraphs:
             if self._running or self._closing or self._refused or self._later:
                 return None
             return next_graph(replace(self._order, ready=frozenset(loaded)))
-
-    def _took(self, step: str) -> None:
-        self._took_ms[step] = round((self._now_s() - self._begun_s) * 1e3, 1)
-
-    def _lasted(self, part: str, since_s: float) -> float:
-        now_s = self._now_s()
-        self._took_ms[part] = round((now_s - since_s) * 1e3, 1)
-        return now_s
-
-    def _spent(self, step: str, device: GraphDevice, before: Mapping[str, float]) -> None:
-        for part, ms in device.spent_ms.items():
-            self._took_ms[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
 
     def _next(self) -> int | None:
         with self._changed:
