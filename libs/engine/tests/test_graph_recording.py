@@ -5,8 +5,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from restored_rig import POOL_BYTES, StandInPool, StandInSteps
+from restored_rig import POOL_BYTES, WHOLE, StandInPool, StandInSteps
 
+from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
 from pilotlight.native.graphs import GraphDump
 from pilotlight.native.library import NativeError, Nowhere
@@ -119,7 +120,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "varies": {"drift": 1.0},
     "permanent": {"reads_pool": True},
     "memory": {"captures": False},
-    "used": {"graphs": {"some": object()}},
+    "used": {"graphs": {Kind(WHOLE, 8): object()}},
     "nodes": {"dump": NativeError(-1, "a graph has a node of type host")},
     "addresses": {"dump": GraphDump(b"", 3, 2, 1, 100, 9, 1)},
     "addresses: nowhere": {"nowhere": "nothing is known at 0x5"},
