@@ -2,7 +2,9 @@
 range alone is, bit for bit; in place, where the range becomes the whole model.
 """
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,13 @@ import torch
 pytest.importorskip("triton", reason="it comes with torch's builds for CUDA alone")
 
 import ranged_steps
+from gpu_builds import built, sessions
+from pool_files import pool_file
 from step_processes import GRAPHS, Record, last_line_of
+
+from pilotlight.common.messages.codec import decode_json
+from pilotlight.policy.materialized import Artifact, usual_ranges
+from pilotlight.policy.model import Dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -81,3 +89,30 @@ def test_a_half_whose_graph_gives_other_bits_for_its_trial_does_not_use_it(recor
     (told,) = child("restore", str(recorded[0]), "trial").values()
     assert "for its trial, and 0000000000000000 was recorded" in told["failed"], told
     assert (told["found"], told["proved"]) == ({}, 0)
+
+
+@pytest.mark.anyio
+async def test_a_workers_build_records_halves_and_proves_each_where_it_is_alone(
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Record,
+) -> None:
+    """Of three layers there are no quarters."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    pool, log_path = pool_file(tmp_path / "pool", "qwen3", Dtype.FLOAT32, 3), tmp_path / "log"
+    made = await built(sessions(device.index, pool, log_path), pool, ranges=True)
+    artifact, log = decode_json(made.manifest, Artifact), log_path.read_text()[-3000:]
+    assert artifact.graphs_refused == "", log
+    usual = usual_ranges(pool.model.spec)
+    assert [(one.layers, one.refused) for one in artifact.ranges] == [(one, "") for one in usual], (
+        log
+    )
+    assert len(usual) == 2
+    for layers in usual:
+        found = artifact.graphs_of(layers)
+        assert found is not None
+        layout, blob = found
+        record_property(str(layers), {"archive_bytes": blob.size_bytes, "pool": layout.pool_bytes})
+        assert len(layout.digests) == GRAPHS
+        assert len(made.archives[blob.digest]) == blob.size_bytes
