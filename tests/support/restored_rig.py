@@ -191,8 +191,13 @@ class RestoredRig:
         rest_s: float = 0.0,
         later: bool = False,
         launch_lists: bool = False,
+        steps: StandInSteps | None = None,
+        layers: Stage | None = None,
     ) -> None:
-        self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
+        self.steps, self.pool = steps or StandInSteps(), StandInPool()
+        self.capture, self.layers = StandInCapture(), layers
+        self.behind: RestoredGraphs | None = None
+        """Of what the stage may become."""
         lengths = tuple(map(prompt_size, prompts))
         self.device = StandInDevice(self.steps, (*sizes, *lengths))
         self.read: Callable[[], bytes] = lambda: b"archive"
@@ -221,19 +226,26 @@ class RestoredRig:
             self.steps.compute(size)
         return digest_of(self.steps.output(size))
 
-    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
-        """``before``: asked between the stage's memory and its steps."""
-        plan = self.plan = RestoredGraphs(
+    def plan_alone(self) -> RestoredGraphs:
+        """Its plan, of a stage that it is not told of."""
+        self.plan = RestoredGraphs(
             self.layout,
             lambda: self.read(),
             open_archive=lambda memory, archive: self.open(),
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
             rest_s=self.rest_s,
+            layers=self.layers,
+            behind=self.behind,
             later=self.later,
             launch_lists=self.launch_lists,
             uses=self.uses,
         )
+        return self.plan
+
+    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
+        """``before``: asked between the stage's memory and its steps."""
+        plan = self.plan_alone()
         memory = SimpleNamespace(
             slot_number=self.slot,
             arena=SimpleNamespace(device=torch.device("cpu"), pool_bytes=4 * POOL_BYTES),

@@ -178,7 +178,7 @@ class NoGraphs:
     def supplier(self, memory: object, scratch: object) -> "NoGraphs":
         return self
 
-    def begin(self, steps: object, graphs: object) -> None: ...
+    def begin(self, stage: object, graphs: object) -> None: ...
     def supply(self, kind: object, step: object, output: object) -> None: ...
     def expect(self, tokens: int) -> bool:
         return False
@@ -220,8 +220,9 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
         "list": partial(_load_and_list, archive),
         "graph": partial(_build_and_launch, archive),
     }
-    steps = stage.compute.runner
-    assert isinstance(steps, CudaRangeRunner)
+    runner = stage.compute.runner
+    assert isinstance(runner, CudaRangeRunner)
+    steps = runner.steps_of()
     for size, recorded in layout.digests.items():
         for way, go in ways.items():
             name = f"{named(steps.kind_of(size))} {way}"
