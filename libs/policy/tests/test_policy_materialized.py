@@ -125,7 +125,7 @@ def test_a_layout_of_graphs_names_the_first_place_that_is_elsewhere() -> None:
 
 
 def layers_of(num_layers: int) -> list[tuple[int, int]]:
-    spec = replace(MODEL.spec, num_layers=num_layers, part_bytes=(10,) * (num_layers + 2))
+    spec = replace(MODEL.spec, num_layers=num_layers, part_bytes=(0, *[10] * num_layers, 0))
     return [(one.start, one.stop) for one in usual_ranges(spec)]
 
 

@@ -217,7 +217,7 @@ async def test_a_manifest_whose_ranges_were_changed_is_refused_by_name(
         await listing.store.delete(key)
         await listing.store.put_if_absent(key, other)
     else:
-        changed = msgspec.structs.replace(info, signature=info.signature[:-1] + b"0")
+        changed = msgspec.structs.replace(info, signature="0" + info.signature[1:])
         listing.found = msgspec.structs.replace(listing.found, artifacts=(changed,))
     assert await artifacts_of(rig).of(a_stage(rig, first)) == Found()
     assert restores(rig)["refused", change] == 1.0
