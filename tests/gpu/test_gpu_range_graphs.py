@@ -18,7 +18,8 @@ from pool_files import pool_file
 from step_processes import GRAPHS, Record, last_line_of
 
 from pilotlight.common.messages.codec import decode_json
-from pilotlight.policy.materialized import Artifact, usual_ranges
+from pilotlight.policy.coldstart.cuts import usual_ranges
+from pilotlight.policy.materialized import Artifact
 from pilotlight.policy.model import Dtype
 
 pytestmark = pytest.mark.gpu

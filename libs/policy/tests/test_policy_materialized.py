@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.cuts import usual_ranges
 from pilotlight.policy.coldstart.decayed import Point
 from pilotlight.policy.coldstart.profiles import seeded
 from pilotlight.policy.coldstart.timings import StageSample, Timings
@@ -27,7 +28,6 @@ from pilotlight.policy.materialized import (
     RangeGraphs,
     first_difference,
     range_kind,
-    usual_ranges,
 )
 from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.testing import environment, model

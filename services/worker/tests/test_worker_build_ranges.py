@@ -8,8 +8,9 @@ from build_engines import ARCHIVE, BLOB, KERNELS_BLOB, LAYOUT, Engines
 
 from pilotlight.common.errors import EngineFailed, PilotlightError, RestoreFailed
 from pilotlight.common.messages.graphs import GraphsRecorded, GraphWays, RangeRecorded, StageGraphs
+from pilotlight.policy.coldstart.cuts import usual_ranges
 from pilotlight.policy.ids import InstanceId
-from pilotlight.policy.materialized import RangeGraphs, range_kind, usual_ranges
+from pilotlight.policy.materialized import RangeGraphs, range_kind
 from pilotlight.policy.model import Model, Stage
 
 pytestmark = pytest.mark.anyio

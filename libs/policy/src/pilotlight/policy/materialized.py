@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
 from pilotlight.policy.cluster import DeviceKind
-from pilotlight.policy.coldstart.cuts import even_stages
 from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest
-from pilotlight.policy.model import Dtype, Model, ModelSpec, Stage
+from pilotlight.policy.model import Dtype, Model, Stage
 
 FORMAT = 1
 """Of artifacts; others are refused."""
@@ -29,8 +28,6 @@ MAX_COMPILE_CACHE_BYTES = 64 << 20
 """Of such a blob. A model has some 20 kernels of tens of kilobytes."""
 RANGE_GRAPHS = "range_graphs"
 """The beginning of the kinds of blobs that hold those of a range of layers: ``range_kind``."""
-USUAL_STAGES = (2, 4)
-"""Into so many stages models are usually cut: halves and quarters."""
 MAX_RANGES = 8
 """Of an artifact."""
 _RANGE_KIND = re.compile(RANGE_GRAPHS + r"_(0|[1-9][0-9]{0,4})_([1-9][0-9]{0,4})")
@@ -44,15 +41,6 @@ _MOST_BYTES = {
 def range_kind(layers: Stage) -> str:
     """The kind of blob that holds the graphs of a range of layers."""
     return f"{RANGE_GRAPHS}_{layers.start}_{layers.stop}"
-
-
-def usual_ranges(spec: ModelSpec) -> tuple[Stage, ...]:
-    """What stages of groups usually hold: halves, then quarters, as far as there are layers for
-    them.
-    """
-    sizes = (size for size in USUAL_STAGES if size <= spec.num_layers)
-    found = (stage for size in sizes for stage in even_stages(spec, size))
-    return tuple(dict.fromkeys(found))[:MAX_RANGES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

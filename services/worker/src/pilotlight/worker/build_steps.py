@@ -21,6 +21,7 @@ from pilotlight.common.messages.graphs import (
 )
 from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.cuts import usual_ranges
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import (
     COMPILE_CACHE,
@@ -32,7 +33,6 @@ from pilotlight.policy.materialized import (
     Layout,
     PrefillTime,
     Profile,
-    usual_ranges,
 )
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_files import WITNESS, BuildFiles, LeftOut
