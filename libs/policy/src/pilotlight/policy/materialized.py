@@ -259,7 +259,7 @@ class GraphLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeGraphs:
-    """Graphs of the stages that hold a range of layers; they are the blob of kind ``range_kind``."""
+    """Graphs of stages that hold a range of layers; they are the blob of kind ``range_kind``."""
 
     layers: Stage
     graphs: GraphLayout | None = None

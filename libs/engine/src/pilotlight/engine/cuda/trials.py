@@ -106,8 +106,8 @@ def trial_hidden(rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def digest_of(logits: Tensor) -> str:
-    """A digest over every bit of some rows of logits, or of hidden states, computed where they are unless they are few;
-    waits for the device.
+    """A digest over every bit of some rows of logits, or of hidden states, computed where they are
+    unless they are few; waits for the device.
 
     Sums of integers, which come out the same in any order and everywhere.
     """
