@@ -46,8 +46,8 @@ from pilotlight.engine.cuda.graphs import (
     GraphSet,
     GraphStep,
     GraphSupplier,
+    HasSteps,
     Kind,
-    StageSteps,
 )
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
@@ -158,15 +158,15 @@ class Capturing:
     """A ``GraphPlan``: everything is compiled and captured before anything is answered."""
 
     def __init__(self) -> None:
-        self.steps: StageSteps | None = None
+        self.steps: HasSteps | None = None
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
         """See ``GraphPlan``."""
         return CaptureOnSecondUse(memory.arena.device, scratch)
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self.steps = steps
+        self.steps = stage
 
 
 class Watched(RestoredGraphs):
@@ -188,12 +188,12 @@ class Watched(RestoredGraphs):
         self.moments.setdefault(f"{name}_proved", time.perf_counter())
         return found
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         self._began_s = self.moments["steps"] = time.perf_counter()
         self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
         self.first_ms = self.all_ms = 0.0
-        super().begin(steps, graphs)
+        super().begin(stage, graphs)
         self._watch.start()
 
     def wait(self) -> None:
@@ -251,7 +251,7 @@ def restore(shape: str, folder: Path, *, beside: bool) -> dict[str, Any]:
     if beside:
         copy_s = model.place()
     plan.wait()
-    took_ms = {f"took_{step}": ms for step, ms in plan.took_ms.items()}
+    took_ms = {f"took_{step}": ms for step, ms in plan.took.steps.items()}
     if not beside:
         copy_s = model.place()
     plan.prove()
@@ -273,7 +273,7 @@ def captured(shape: str) -> dict[str, Any]:
     first_ms, began_s = 0.0, time.perf_counter()
     for rows in SIZES:
         for _ in range(2):  # the first one runs eagerly
-            plan.steps.trial(rows)
+            plan.steps.steps_of().trial(rows)
         torch.cuda.synchronize()
         first_ms = first_ms or (time.perf_counter() - began_s) * 1e3
     return {"first_ms": first_ms, "all_ms": (time.perf_counter() - began_s) * 1e3}
@@ -337,7 +337,7 @@ def cold(
     }
     told |= mapping("before", *calls[:2]) | mapping("beside", *calls[1:])
     if isinstance(plan, RestoredGraphs):
-        told |= {f"took_{step}_ms": ms for step, ms in plan.took_ms.items()}
+        told |= {f"took_{step}_ms": ms for step, ms in plan.took.steps.items()}
         told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}
     if isinstance(plan, Watched):
         told |= {f"at_{name}_ms": (at - began_s) * 1e3 for name, at in plan.moments.items()}

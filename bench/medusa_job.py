@@ -36,7 +36,7 @@ from medusa_shapes import PAPER_GIB, PAPER_NODES
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, StageSteps
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, HasSteps
 from pilotlight.engine.cuda.kernels.caching import install
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
@@ -82,9 +82,9 @@ class Counting(GraphRecorder):
 
     graph_set: GraphSet | None = None
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        super().begin(steps, graphs)
+        super().begin(stage, graphs)
         self.graph_set = graphs
 
     def nodes(self) -> list[int]:
@@ -149,7 +149,7 @@ def plain(shape: str) -> Told:
     assert plan.steps is not None
     for stage in ("warm_up", "capture"):  # the first run of each is eager, the second captures it
         for rows in SIZES:
-            plan.steps.trial(rows)
+            plan.steps.steps_of().trial(rows)
         watch.stage(stage)
     return {**watch.total(), "free_bytes": free_bytes}
 
@@ -211,7 +211,7 @@ def ours(shape: str, folder: Path) -> Told:
     told = watch.total()
     told |= {"first_graph_s": plan.first_ms / 1e3, "all_graphs_s": plan.all_ms / 1e3}
     plan.prove()
-    took = plan.took_ms  # the thread has said all by now
+    took = plan.took.steps  # the thread has said all by now
     rebuild_ms = sum(took[f"all_{part}"] for part in ("nodes", "instantiate", "upload"))
     told |= {"rebuild_s": rebuild_ms / 1e3, "images_s": took["all_images"] / 1e3}
     model.ask()
@@ -236,12 +236,12 @@ class Served(RestoredGraphs):
             return archive
 
         super().__init__(layout, read, rest_s=0.0, uses={SERVED_ROWS: 1})
-        self.steps: StageSteps | None = None
+        self.steps: HasSteps | None = None
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self.steps = steps
-        super().begin(steps, graphs)
+        self.steps = stage
+        super().begin(stage, graphs)
 
 
 def serving(shape: str, folder: Path) -> Told:
@@ -289,15 +289,15 @@ class NoGraphs:
     """A ``GraphPlan`` by which every step runs eagerly, and its ``GraphSupplier``."""
 
     def __init__(self) -> None:
-        self.steps: StageSteps | None = None
+        self.steps: HasSteps | None = None
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "NoGraphs":
         """See ``GraphPlan``."""
         return self
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self.steps = steps
+        self.steps = stage
 
     def supply(self, kind: object, step: object, output: object) -> None:
         """See ``GraphSupplier``."""

@@ -33,9 +33,13 @@ class FileSource:
 
     def __init__(self, pool: PoolFile) -> None:
         self._pool = pool
+        self._wanted: tuple[int, ...] = ()
         self.pool_path = str(pool.path)
 
-    async def lease(self, *arguments: Any, **more: Any) -> Any:
+    async def lease(
+        self, worker_id: object, instance_id: object, model: object, parts: tuple[int, ...]
+    ) -> Any:
+        self._wanted = parts
         return self
 
     async def __aenter__(self) -> "FileSource":
@@ -45,8 +49,8 @@ class FileSource:
         return None
 
     async def __aiter__(self) -> AsyncIterator[PartReady]:
-        for part, tensors in self._pool.parts.items():
-            yield PartReady(part=part, tensors=tensors)
+        for part in self._wanted:
+            yield PartReady(part=part, tensors=self._pool.parts[part])
 
 
 def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
@@ -73,7 +77,7 @@ def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
     return make
 
 
-async def built(make_session: MakeSession, pool: PoolFile) -> Built:
+async def built(make_session: MakeSession, pool: PoolFile, *, ranges: bool = False) -> Built:
     """An artifact, as a worker builds it."""
     session = make_session()
     up = await session.start()
@@ -90,4 +94,4 @@ async def built(make_session: MakeSession, pool: PoolFile) -> Built:
         return None
 
     async with asyncio.timeout(BUILD_S):
-        return await build(claimed, make_session, told, GraphWays())
+        return await build(claimed, make_session, told, GraphWays(), ranges=ranges)

@@ -47,16 +47,22 @@ class StandInPool:
 
 
 class StandInSteps:
-    """Steps that give what they are filled with."""
+    """Steps that give what they are filled with, and the stage that has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Stage = WHOLE) -> None:
+        self.layers = layers
+        self.others: dict[Stage, StandInSteps] = {}
+        """Of other ranges."""
         self.pool = torch.zeros(POOL_BYTES, dtype=torch.uint8)
         self.out = self.pool[: 4 * SIZES[-1] * VOCAB].view(torch.float32).view(SIZES[-1], VOCAB)
         self.input = 5.0
-        self.has_trials = self.whole = True
+        self.has_trials = self.present = True
         self.places = {"metadata": 4096}
         self.through: Callable[[int], Tensor] | None = None
         """How a trial runs."""
+
+    def steps_of(self, layers: Stage | None = None) -> "StandInSteps":
+        return self.others.get(layers or WHOLE, self)
 
     @contextlib.contextmanager
     def trial_inputs(self, size: int) -> Iterator[None]:
@@ -73,13 +79,16 @@ class StandInSteps:
 
     def kind_of(self, size: int) -> Kind:
         prompt = size > PROMPTS
-        return Kind(WHOLE, size - PROMPTS if prompt else size, prompt)
+        return Kind(self.layers, size - PROMPTS if prompt else size, prompt)
 
-    def logits(self, size: int) -> Tensor:
+    def logits(self) -> Tensor:
+        return self.out
+
+    def output(self, size: int) -> Tensor:
         return self.out[: 1 if size > PROMPTS else size]
 
     def compute(self, size: int) -> None:
-        out = self.logits(size)
+        out = self.output(size)
         out.copy_(torch.arange(out.numel()).view_as(out) * self.input + size)
 
 
@@ -184,8 +193,13 @@ class RestoredRig:
         rest_s: float = 0.0,
         later: bool = False,
         launch_lists: bool = False,
+        steps: StandInSteps | None = None,
+        layers: Stage | None = None,
     ) -> None:
-        self.steps, self.pool, self.capture = StandInSteps(), StandInPool(), StandInCapture()
+        self.steps, self.pool = steps or StandInSteps(), StandInPool()
+        self.capture, self.layers = StandInCapture(), layers
+        self.behind: RestoredGraphs | None = None
+        """Of what the stage may become."""
         lengths = tuple(map(prompt_size, prompts))
         self.device = StandInDevice(self.steps, (*sizes, *lengths))
         self.read: Callable[[], bytes] = lambda: b"archive"
@@ -212,21 +226,28 @@ class RestoredRig:
     def recorded(self, size: int) -> str:
         with self.steps.trial_inputs(size):
             self.steps.compute(size)
-        return digest_of(self.steps.logits(size))
+        return digest_of(self.steps.output(size))
 
-    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
-        """``before``: asked between the stage's memory and its steps."""
-        plan = self.plan = RestoredGraphs(
+    def plan_alone(self) -> RestoredGraphs:
+        """Its plan, of a stage that it is not told of."""
+        self.plan = RestoredGraphs(
             self.layout,
             lambda: self.read(),
             open_archive=lambda memory, archive: self.open(),
             capture=lambda device, scratch: cast("GraphSupplier", self.capture),
             wait_s=self.wait_s,
             rest_s=self.rest_s,
+            layers=self.layers,
+            behind=self.behind,
             later=self.later,
             launch_lists=self.launch_lists,
             uses=self.uses,
         )
+        return self.plan
+
+    def begin(self, before: Callable[[], Any] = lambda: None) -> RestoredGraphs:
+        """``before``: asked between the stage's memory and its steps."""
+        plan = self.plan_alone()
         memory = SimpleNamespace(
             slot_number=self.slot,
             arena=SimpleNamespace(device=torch.device("cpu"), pool_bytes=4 * POOL_BYTES),
@@ -242,7 +263,7 @@ class RestoredRig:
         """As a step of so many rows asks."""
         assert self.plan is not None
         kind = Kind(layers, rows, prompt)
-        return self.plan.supply(kind, lambda: self.steps.out, lambda: self.steps.logits(kind.size))
+        return self.plan.supply(kind, lambda: self.steps.out, lambda: self.steps.output(kind.size))
 
     def end(self) -> None:
         self.device.go()

@@ -33,7 +33,7 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS, blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import GraphsRefused, named
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, StageSteps
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, HasSteps
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.cuda.recording import GraphRecorder
 from pilotlight.engine.cuda.restored import RestoredGraphs
@@ -178,7 +178,7 @@ class NoGraphs:
     def supplier(self, memory: object, scratch: object) -> "NoGraphs":
         return self
 
-    def begin(self, steps: object, graphs: object) -> None: ...
+    def begin(self, stage: object, graphs: object) -> None: ...
     def supply(self, kind: object, step: object, output: object) -> None: ...
     def expect(self, tokens: int) -> bool:
         return False
@@ -222,8 +222,9 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
         "list": partial(_load_and_list, archive),
         "graph": partial(_build_and_launch, archive),
     }
-    steps = stage.compute.runner
-    assert isinstance(steps, CudaRangeRunner)
+    runner = stage.compute.runner
+    assert isinstance(runner, CudaRangeRunner)
+    steps = runner.steps_of()
     for size, recorded in layout.digests.items():
         for way, go in ways.items():
             name = f"{named(steps.kind_of(size))} {way}"
@@ -232,7 +233,7 @@ def walk(folder: Path, kind: str) -> dict[str, str]:
                 with steps.trial_inputs(size):
                     torch.cuda.synchronize()
                     go(size, stream)
-                    found = digest_of(steps.logits(size))
+                    found = digest_of(steps.output(size))
             except (NativeError, RuntimeError) as error:
                 told[name] = str(error)
                 return told
@@ -272,10 +273,10 @@ class Listed(RestoredGraphs):
         self._all_loaded.set()
         return device
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         assert self._all_loaded.wait(LOADED_S)
-        super().begin(steps, graphs)
+        super().begin(stage, graphs)
 
 
 def as_for_a_request(stage: Stage, plan: RestoredGraphs) -> None:

@@ -5,13 +5,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from restored_rig import POOL_BYTES, StandInPool, StandInSteps
+from restored_rig import POOL_BYTES, WHOLE, StandInPool, StandInSteps
 
+from pilotlight.engine.cuda.graphs import Kind
 from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
 from pilotlight.native.graphs import GraphDump
 from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.materialized import Trial
+from pilotlight.policy.model import Stage
 
 SIZES, LENGTHS = (1, 2, 4), (16, 64)
 PROMPT_SIZES = tuple(map(prompt_size, LENGTHS))
@@ -25,7 +27,7 @@ class Recording:
         self.steps = StandInSteps()
         self.steps.through = self.run
         self.graphs: dict[object, object] = {}
-        self.turns: dict[int, int] = {}
+        self.turns: dict[Kind, int] = {}
         self.captures = True
         self.drift = 0.0
         """A graph's logits differ from the eager ones by as much."""
@@ -64,20 +66,30 @@ class Recording:
 
         return SimpleNamespace(check=check, close=lambda: None)
 
-    def run(self, rows: int) -> torch.Tensor:
-        turn = self.turns[rows] = self.turns.get(rows, 0) + 1
+    def run(self, rows: int, of: StandInSteps | None = None) -> torch.Tensor:
+        steps = of or self.steps
+        kind = steps.kind_of(rows)
+        turn = self.turns[kind] = self.turns.get(kind, 0) + 1
         if turn == 1:
             self.order.append(rows)
         was = float(self.steps.pool[-1])
-        self.steps.compute(rows)
-        out = self.steps.logits(rows)
+        steps.compute(rows)
+        out = steps.output(rows)
         wrong = rows in self.only
         if turn >= 2 and (self.captures or not wrong):
-            self.graphs[self.steps.kind_of(rows)] = object()
+            self.graphs[kind] = object()
             out += self.drift if wrong else 0.0
         if self.reads_pool and wrong:
             out += was
         return out
+
+    def has(self, layers: Stage) -> StandInSteps:
+        """A range, in the same memory."""
+        steps = StandInSteps(layers)
+        steps.pool, steps.out = self.steps.pool, self.steps.out
+        steps.through = lambda rows: self.run(rows, steps)
+        self.steps.others[layers] = steps
+        return steps
 
     def record(self) -> Any:
         memory = SimpleNamespace(
@@ -119,7 +131,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "varies": {"drift": 1.0},
     "permanent": {"reads_pool": True},
     "memory": {"captures": False},
-    "used": {"graphs": {"some": object()}},
+    "used": {"graphs": {Kind(WHOLE, 8): object()}},
     "nodes": {"dump": NativeError(-1, "a graph has a node of type host")},
     "addresses": {"dump": GraphDump(b"", 3, 2, 1, 100, 9, 1)},
     "addresses: nowhere": {"nowhere": "nothing is known at 0x5"},
@@ -163,8 +175,39 @@ def test_a_model_without_trials_is_refused_by_name(recording: Recording) -> None
     assert refused.value.field == "steps"
 
 
-def test_graphs_of_a_range_are_not_recorded(recording: Recording) -> None:
-    recording.steps.whole = False
+def test_nothing_is_recorded_where_a_range_is_alone(recording: Recording) -> None:
+    """What leads to other layers would be nowhere in no stage that has them."""
+    recording.steps.present = False
     with pytest.raises(NotRecorded) as refused:
         recording.record()
     assert refused.value.field == "stage"
+
+
+def test_a_range_is_recorded_behind_the_whole_model(recording: Recording) -> None:
+    half = recording.has(Stage(0, 2))
+    whole, ran = recording.record(), len(recording.order)
+    made = recording.recorder.record(half.layers)
+    assert recording.order[ran:] == [*reversed(PROMPT_SIZES), 4, 2, 1], "each of its sizes"
+    assert {kind.layers for kind in recording.graphs if isinstance(kind, Kind)} == {
+        WHOLE,
+        half.layers,
+    }
+    assert made.layout.digests.keys() == {*SIZES, *PROMPT_SIZES}
+    assert made.layout.addresses == whole.layout.addresses
+    assert made.layout.pool_bytes == whole.layout.pool_bytes
+    with pytest.raises(NotRecorded) as refused:
+        recording.recorder.record(half.layers)
+    assert refused.value.field == "used"
+
+
+@pytest.mark.parametrize("field", ["varies", "permanent", "memory"])
+def test_what_is_wrong_with_prompts_of_the_whole_model_is_not_said_of_a_range(
+    recording: Recording, field: str
+) -> None:
+    half = recording.has(Stage(0, 2))
+    recording.only = PROMPT_SIZES
+    for name, value in WAYS[field].items():
+        setattr(recording, name, value)
+    assert recording.record().layout.prompts_refused == field
+    recording.only = ()
+    assert recording.recorder.record(half.layers).layout.prompts_refused == ""

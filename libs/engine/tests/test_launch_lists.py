@@ -48,7 +48,7 @@ def test_a_step_whose_kernels_are_loaded_does_not_wait_for_its_graph(rig: Restor
     assert rig.steps.input == 5.0, "the step's own inputs are back"
     step.graph.replay()
     rig.steps.compute(4)
-    assert torch.equal(step.output, rig.steps.logits(4))
+    assert torch.equal(step.output, rig.steps.output(4))
     assert rig.device.listed == [4, 4]
     assert (plan.news.ready, plan.news.proved, plan.lists.proved) == (0, 0, {4})
     rig.device.go()
@@ -94,7 +94,7 @@ def test_what_is_made_next_has_its_kernels_first(rig: RestoredRig) -> None:
 
 def settled_loads(rig: RestoredRig) -> None:
     """The archive has been read, and nothing could be loaded."""
-    while "load" not in plan_of(rig).took_ms:
+    while "load" not in plan_of(rig).took.steps:
         pass
 
 
@@ -150,7 +150,7 @@ def test_all_graphs_are_proved_and_not_their_lists(rig: RestoredRig) -> None:
 
     def through(rows: int) -> torch.Tensor:
         assert rig.supply(rows) is not None
-        return rig.steps.logits(rows)
+        return rig.steps.output(rows)
 
     rig.steps.through = through
     plan.prove()

@@ -54,7 +54,7 @@ def test_graphs_come_by_size_and_each_is_proved_before_its_first_use(rig: Restor
     assert rig.steps.input == 5.0, "the step's own inputs are back"
     step.graph.replay()
     rig.steps.compute(2)
-    assert torch.equal(step.output, rig.steps.logits(2))
+    assert torch.equal(step.output, rig.steps.output(2))
     assert rig.capture.asked == []
 
 
@@ -244,7 +244,7 @@ def test_all_are_proved_at_once_in_a_pool_of_nonsense(rig: RestoredRig) -> None:
     def through(rows: int) -> torch.Tensor:
         poisoned.append(bool((rig.steps.pool == 255).all()))
         assert rig.supply(rows) is not None
-        return rig.steps.logits(rows)
+        return rig.steps.output(rows)
 
     rig.steps.through = through
     plan.prove()
@@ -280,7 +280,7 @@ def test_the_archive_is_read_before_the_stage_has_its_steps(rig: RestoredRig) ->
     settled(rig)
     assert rig.device.loaded == [1, 2, 4], "in the order in which they come"
     assert rig.device.checked == [1, 2, 4], "each before it is made"
-    took_ms = plan.took_ms
+    took_ms = plan.took.steps
     assert {"read", "open", "load", "reserved", "begun"} < took_ms.keys()
     since = [took_ms[step] for step in ("begun", "first", "all")]
     assert since == sorted(since)

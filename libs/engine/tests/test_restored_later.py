@@ -17,13 +17,13 @@ HALF = Stage(0, 2)
 @pytest.fixture
 def rig() -> Iterator[RestoredRig]:
     made = RestoredRig(later=True)
-    made.steps.whole = False
+    made.steps.present = False
     yield made
     made.end()
 
 
 def extended(rig: RestoredRig, *, whole: bool) -> None:
-    rig.steps.whole = whole
+    rig.steps.present = whole
     assert rig.plan is not None
     rig.plan.extended()
 
@@ -60,7 +60,7 @@ def test_a_growth_that_is_called_off_and_comes_again_changes_nothing(rig: Restor
     rig.begin()
     extended(rig, whole=True)
     assert rig.device.began[1].wait(DEADLINE_S)
-    rig.steps.whole = False  # retracted
+    rig.steps.present = False  # retracted
     assert rig.supply(4, HALF) is None
     rig.device.go()
     settled(rig)
@@ -95,6 +95,6 @@ def test_what_does_not_fit_is_refused_before_the_stage_is_whole(
 
 def test_a_range_that_stays_one_is_refused_by_name() -> None:
     rig = RestoredRig()
-    rig.steps.whole = False
+    rig.steps.present = False
     assert rig.begin().news.refused == "steps"
     rig.end()

@@ -5,11 +5,18 @@ from dataclasses import fields, replace
 import pytest
 
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.cuts import usual_ranges
 from pilotlight.policy.coldstart.decayed import Point
 from pilotlight.policy.coldstart.profiles import seeded
 from pilotlight.policy.coldstart.timings import StageSample, Timings
 from pilotlight.policy.ids import Digest, NodeId
 from pilotlight.policy.materialized import (
+    GRAPHS,
+    MAX_GRAPHS_BYTES,
+    RANGE_GRAPHS,
+    Artifact,
+    Blob,
+    Canary,
     DecodeTime,
     Environment,
     Fingerprint,
@@ -18,9 +25,11 @@ from pilotlight.policy.materialized import (
     Layout,
     PrefillTime,
     Profile,
+    RangeGraphs,
     first_difference,
+    range_kind,
 )
-from pilotlight.policy.model import Dtype
+from pilotlight.policy.model import Dtype, Stage
 from pilotlight.policy.testing import environment, model
 
 HERE, MODEL = environment(), model("a")
@@ -113,3 +122,79 @@ def test_a_layout_of_graphs_names_the_first_place_that_is_elsewhere() -> None:
     assert layout.differs(3, {"words": 33, "hidden": 17}) == "hidden"
     assert layout.differs(3, {"hidden": 16}) == "words", "one that is not here"
     assert layout.differs(3, {"hidden": 16, "prompt": 1, "words": 32}) == "prompt", "a new one"
+
+
+def layers_of(num_layers: int) -> list[tuple[int, int]]:
+    spec = replace(MODEL.spec, num_layers=num_layers, part_bytes=(0, *[10] * num_layers, 0))
+    return [(one.start, one.stop) for one in usual_ranges(spec)]
+
+
+def test_usual_ranges_are_halves_and_quarters_as_groups_are_cut() -> None:
+    assert layers_of(8) == [(0, 4), (4, 8), (0, 2), (2, 4), (4, 6), (6, 8)]
+    assert layers_of(3) == [(0, 2), (2, 3)], "there are too few layers for quarters"
+    assert layers_of(1) == []
+
+
+def with_ranges(kinds: dict[str, Digest], *ranges: RangeGraphs) -> Artifact:
+    return Artifact(
+        format=1,
+        fingerprint=FINGERPRINT,
+        layout=Layout(
+            device_bytes=2, parameter_bytes=1, kv_bytes_per_token=1, kv_capacity_tokens=1
+        ),
+        profile=Profile(load_bytes_per_s=1.0, prefill=(), decode=()),
+        canary=Canary(prompt_ids=(1,), output_ids=(2,)),
+        blobs=tuple(Blob(kind=kind, digest=digest, size_bytes=1) for kind, digest in kinds.items()),
+        ranges=ranges,
+    )
+
+
+FIRST, REST = Stage(0, 2), Stage(2, 4)
+RANGE_LAYOUT = GraphLayout(slot=3, places=(), pool_bytes=1, trials=())
+GIVEN = RangeGraphs(layers=FIRST, graphs=RANGE_LAYOUT)
+ONE, TWO = Digest("1" * 64), Digest("2" * 64)
+
+
+def test_a_stage_finds_the_graphs_of_its_range_and_no_others() -> None:
+    artifact = with_ranges(
+        {GRAPHS: ONE, range_kind(FIRST): TWO}, GIVEN, RangeGraphs(layers=REST, refused="varies")
+    )
+    found = artifact.graphs_of(FIRST)
+    assert found is not None
+    assert (found[0], found[1].digest) == (RANGE_LAYOUT, TWO)
+    assert artifact.graphs_of(REST) is None
+    assert artifact.graphs_of(Stage(0, 4)) is None
+    assert artifact.wrong_ranges() == ""
+
+
+@pytest.mark.parametrize(
+    "artifact",
+    [
+        with_ranges({range_kind(FIRST): ONE}),
+        with_ranges({}, GIVEN),
+        with_ranges({range_kind(REST): ONE}, GIVEN),
+        with_ranges({range_kind(FIRST): ONE}, GIVEN, GIVEN),
+        with_ranges({range_kind(FIRST): ONE}, RangeGraphs(layers=FIRST, refused="varies")),
+        with_ranges({}, *(RangeGraphs(layers=Stage(0, 1 + n), refused="x") for n in range(9))),
+    ],
+    ids=["no layout", "no blob", "another blob", "twice", "refused", "too many"],
+)
+def test_ranges_that_do_not_hold_together_are_said(artifact: Artifact) -> None:
+    assert artifact.wrong_ranges() != ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds"),
+    [
+        ("range_graphs_0_18", RANGE_GRAPHS),
+        ("range_graphs_9_18", RANGE_GRAPHS),
+        ("range_graphs_09_18", "range_graphs_09_18"),
+        ("range_graphs_1_2_3", "range_graphs_1_2_3"),
+        ("range_graphs_-1_2", "range_graphs_-1_2"),
+        (GRAPHS, GRAPHS),
+    ],
+)
+def test_a_blob_says_what_it_holds(kind: str, holds: str) -> None:
+    blob = Blob(kind=kind, digest=ONE, size_bytes=1)
+    assert blob.holds == holds
+    assert (blob.most_bytes == MAX_GRAPHS_BYTES) is (holds in (GRAPHS, RANGE_GRAPHS))

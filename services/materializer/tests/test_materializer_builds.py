@@ -45,6 +45,8 @@ from pilotlight.policy.ids import Digest, WorkerId
 from pilotlight.policy.materialized import (
     COMPILE_CACHE,
     GRAPHS,
+    MAX_RANGES,
+    RANGE_GRAPHS,
     Artifact,
     Blob,
     Canary,
@@ -54,7 +56,10 @@ from pilotlight.policy.materialized import (
     Layout,
     PrefillTime,
     Profile,
+    RangeGraphs,
+    range_kind,
 )
+from pilotlight.policy.model import Stage
 from pilotlight.policy.testing import environment, model
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +67,7 @@ pytestmark = pytest.mark.anyio
 DEADLINE_S = 5.0
 ROOM = 1 << 30
 HERE, MODEL = environment(), model("a")
+HALF = Stage(0, 2)
 
 
 @dataclass(kw_only=True)
@@ -282,6 +288,10 @@ async def test_a_failed_build_waits_until_it_is_asked_for_again(rig: Rig) -> Non
     [
         ({"format": 2}, CallerError),
         ({"blobs": (Blob(kind="manifest", digest=Digest("0" * 64), size_bytes=1),)}, CallerError),
+        (
+            {"blobs": (Blob(kind="range_graphs", digest=Digest("0" * 64), size_bytes=1),)},
+            CallerError,
+        ),
         ({"blobs": (Blob(kind="graphs", digest=Digest("../x"), size_bytes=1),)}, CallerError),
         ({"blobs": (Blob(kind="graphs", digest=Digest("0" * 64), size_bytes=1),)}, NotFound),
     ],
@@ -320,16 +330,19 @@ async def test_auto_is_built_for_each_new_environment(rig: Rig, owner: Any) -> N
     assert other.fingerprint != one.fingerprint
 
 
-@pytest.mark.parametrize("kind", [GRAPHS, COMPILE_CACHE])
+@pytest.mark.parametrize("kind", [GRAPHS, COMPILE_CACHE, range_kind(HALF)])
 async def test_blobs_are_listed_signed_and_collected_with_their_manifest(
     rig: Rig, owner: Any, kind: str
 ) -> None:
     one, data = await claimed(rig), b"archive" * 100
     layout = GraphLayout(slot=3, places=(), pool_bytes=9, trials=())
     made_for = CompiledFor(compiler="triton", processor="sm_90", python=".so", libc="2")
-    facts: dict[str, Any] = {"graphs": layout} if kind == GRAPHS else {"compiled": made_for}
+    half = RangeGraphs(layers=HALF, graphs=layout)
+    facts: dict[str, Any] = {"ranges": (half,)}
+    if not kind.startswith(RANGE_GRAPHS):
+        facts = {"graphs": layout} if kind == GRAPHS else {"compiled": made_for}
     blob = Blob(kind=kind, digest=Digest(blake3(data).hexdigest()), size_bytes=len(data))
-    assert await rig.report(one, blobs=(blob.digest,))
+    assert await rig.report(one, blobs=(blob.digest,) * MAX_RANGES)
     key = artifact_key(blob.digest)
     await rig.store.put_if_absent(key, data)
     for changes in (facts, {"blobs": (blob,)}):

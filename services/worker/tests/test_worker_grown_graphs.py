@@ -24,8 +24,8 @@ from pilotlight.policy.ids import Digest, InstanceId, NodeId, WorkerId
 from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, GraphPlace, Trial
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import PhaseName
-from pilotlight.worker.artifacts import Found
 from pilotlight.worker.engine_child.graphs import GraphPlans
+from pilotlight.worker.found import Found
 from pilotlight.worker.testing import WORKER, MakeRig, Rig
 
 ARCHIVE = b"archive" * 100

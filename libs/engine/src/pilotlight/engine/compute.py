@@ -20,7 +20,7 @@ from pilotlight.engine.models.encoder import Encoder
 from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
-    from pilotlight.engine.cuda.graphs import GraphSet, GraphSupplier, StageSteps
+    from pilotlight.engine.cuda.graphs import GraphSet, GraphSupplier, HasSteps
 
 Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
 """Samples one token from each row of logits; see ``device.sampler.sample``."""
@@ -96,7 +96,7 @@ class GraphPlan(Protocol):
         """
         ...
 
-    def begin(self, steps: "StageSteps", graphs: "GraphSet") -> None:
+    def begin(self, stage: "HasSteps", graphs: "GraphSet") -> None:
         """The stage has its steps; called once."""
         ...
 

@@ -6,6 +6,7 @@ only if every field is equal; the first that differs is what is told.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
@@ -13,7 +14,7 @@ from typing import TypeVar
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.ids import Digest
-from pilotlight.policy.model import Dtype, Model
+from pilotlight.policy.model import Dtype, Model, Stage
 
 FORMAT = 1
 """Of artifacts; others are refused."""
@@ -25,7 +26,21 @@ COMPILE_CACHE = "compile_cache"
 """The kind of blob that holds what the kernels' compiler made."""
 MAX_COMPILE_CACHE_BYTES = 64 << 20
 """Of such a blob. A model has some 20 kernels of tens of kilobytes."""
-_MOST_BYTES = {GRAPHS: MAX_GRAPHS_BYTES, COMPILE_CACHE: MAX_COMPILE_CACHE_BYTES}
+RANGE_GRAPHS = "range_graphs"
+"""The beginning of the kinds of blobs that hold those of a range of layers: ``range_kind``."""
+MAX_RANGES = 8
+"""Of an artifact."""
+_RANGE_KIND = re.compile(RANGE_GRAPHS + r"_(0|[1-9][0-9]{0,4})_([1-9][0-9]{0,4})")
+_MOST_BYTES = {
+    GRAPHS: MAX_GRAPHS_BYTES,
+    RANGE_GRAPHS: MAX_GRAPHS_BYTES,
+    COMPILE_CACHE: MAX_COMPILE_CACHE_BYTES,
+}
+
+
+def range_kind(layers: Stage) -> str:
+    """The kind of blob that holds the graphs of a range of layers."""
+    return f"{RANGE_GRAPHS}_{layers.start}_{layers.stop}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +183,14 @@ class Blob:
     size_bytes: int
 
     @property
+    def holds(self) -> str:
+        """Its kind; of the graphs of any range, ``RANGE_GRAPHS``."""
+        return RANGE_GRAPHS if _RANGE_KIND.fullmatch(self.kind) else self.kind
+
+    @property
     def most_bytes(self) -> int:
         """That an engine reads of its kind; 0 of a kind that engines do not read."""
-        return _MOST_BYTES.get(self.kind, 0)
+        return _MOST_BYTES.get(self.holds, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +258,17 @@ class GraphLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RangeGraphs:
+    """Graphs of stages that hold a range of layers; they are the blob of kind ``range_kind``."""
+
+    layers: Stage
+    graphs: GraphLayout | None = None
+    """None: there are none."""
+    refused: str = ""
+    """Why not, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFor:
     """What compiled kernels fit, beside their artifact's fingerprint: the parts of it that decide
     whether the compiler finds them, and whether the machine takes them.
@@ -276,6 +307,8 @@ class Artifact:
     """Of the compiled kernels, where there are any."""
     compiled_refused: str = ""
     """Why there are none on a device whose kernels are compiled, by name."""
+    ranges: tuple[RangeGraphs, ...] = ()
+    """Of stages of groups, where they were wanted."""
 
     @property
     def graphs_blob(self) -> Blob | None:
@@ -286,6 +319,23 @@ class Artifact:
     def compiled_blob(self) -> Blob | None:
         """The compiled kernels' object."""
         return self._blob(COMPILE_CACHE)
+
+    def graphs_of(self, layers: Stage) -> tuple[GraphLayout, Blob] | None:
+        """The graphs of a range that is not the whole model; None: there are none."""
+        found = next((one.graphs for one in self.ranges if one.layers == layers), None)
+        blob = self._blob(range_kind(layers))
+        return None if found is None or blob is None else (found, blob)
+
+    def wrong_ranges(self) -> str:
+        """What the ranges say that their blobs do not, or the other way round; empty: nothing."""
+        listed = [range_kind(one.layers) for one in self.ranges]
+        if len(listed) > MAX_RANGES or len({*listed}) != len(listed):
+            return f"there are {len(listed)} ranges, each once and {MAX_RANGES} at most"
+        named = {range_kind(one.layers) for one in self.ranges if one.graphs is not None}
+        kept = [one.kind for one in self.blobs if one.holds == RANGE_GRAPHS]
+        return (
+            "" if sorted(kept) == sorted(named) else "a range has graphs and a layout, or neither"
+        )
 
     def _blob(self, kind: str) -> Blob | None:
         return next((one for one in self.blobs if one.kind == kind), None)

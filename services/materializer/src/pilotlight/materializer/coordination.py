@@ -39,7 +39,7 @@ from pilotlight.materializer.builds import MANIFEST, BuildRepository
 from pilotlight.materializer.handlers import KINDS
 from pilotlight.policy.builds import KeepRules, collected, next_build
 from pilotlight.policy.ids import Digest
-from pilotlight.policy.materialized import FORMAT, Artifact, Blob
+from pilotlight.policy.materialized import FORMAT, MAX_RANGES, RANGE_GRAPHS, Artifact, Blob
 
 log = structlog.get_logger()
 
@@ -132,7 +132,8 @@ class Coordination:
 
     async def report(self, report: ReportBuild) -> BuildHeard:
         """How far a build is; whether it is still that worker's."""
-        if len(report.blobs) > len(KINDS) or not all(map(_is_digest, report.blobs)):
+        most = len(KINDS) + MAX_RANGES
+        if len(report.blobs) > most or not all(map(_is_digest, report.blobs)):
             raise BadRequest("blobs must be digests, one of each kind at most", param="blobs")
         return BuildHeard(yours=await self._repository.renew(report, LEASE_S))
 
@@ -169,7 +170,8 @@ class Coordination:
                 "the manifest is of another fingerprint than its build", param="fingerprint"
             )
         for one in artifact.blobs:
-            if one.kind not in KINDS or one.kind == MANIFEST or not _is_digest(one.digest):
+            known = one.holds in KINDS and one.kind not in (MANIFEST, RANGE_GRAPHS)
+            if not known or not _is_digest(one.digest):
                 raise BadRequest(f"a manifest names no {one.kind!r}", param="blobs")
             if 0 < one.most_bytes < one.size_bytes:
                 raise BadRequest(
@@ -183,6 +185,8 @@ class Coordination:
             raise BadRequest(
                 "a manifest has compiled kernels and what they fit, or neither", param="blobs"
             )
+        if wrong := artifact.wrong_ranges():
+            raise BadRequest(f"a manifest's ranges do not hold together: {wrong}", param="blobs")
         infos = [self._signed(finished.fingerprint, one) for one in (blob, *artifact.blobs)]
         if not await self._repository.finish(finished, artifact, infos):
             raise Conflict(

@@ -20,7 +20,18 @@ from pilotlight.materializer.repository import ArtifactRepository
 
 log = structlog.get_logger()
 
-KINDS = frozenset({"manifest", "profile", "kv_layout", "graphs", "kernel_images", "compile_cache"})
+KINDS = frozenset(
+    {
+        "manifest",
+        "profile",
+        "kv_layout",
+        "graphs",
+        "range_graphs",
+        "kernel_images",
+        "compile_cache",
+    }
+)
+"""What there is; graphs of a range have its layers behind them in their own (``Blob.holds``)."""
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 

@@ -210,6 +210,7 @@ class _Builder:
             context.settings.build_idle_s,
             graphs=context.settings.artifact_graphs,
             ways=graph_ways(context.settings),
+            ranges=context.settings.with_ranges,
         )
 
     def _engines(self, worker_id: WorkerId) -> tuple[EngineSwitch, DeviceWatch | None]:

@@ -8,7 +8,7 @@ start computes everything itself.
 import asyncio
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 from blake3 import blake3
@@ -24,15 +24,15 @@ from pilotlight.common.messages.artifacts import (
 )
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.events import Event, event_subject
-from pilotlight.common.messages.graphs import GraphWays, StageGraphs, StageKernels
+from pilotlight.common.messages.graphs import GraphWays, RangeFile, StageGraphs, StageKernels
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
-from pilotlight.policy.cost import may_be_whole
 from pilotlight.policy.graphs.restoring import used
 from pilotlight.policy.ids import Digest, InstanceId, ModelName
 from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.found import Found, blobs_of, has_a_range, is_whole, may_grow
 from pilotlight.worker.graph_files import GraphFiles, WrongArchive
 
 log = structlog.get_logger()
@@ -57,11 +57,6 @@ class Refused(Exception):
     def __init__(self, field: str) -> None:
         super().__init__(field)
         self.field = field
-
-
-def may_grow(hold: Hold) -> bool:
-    """A stage of a group has the memory of the whole model, which it is to become in it."""
-    return bool(hold.members) and may_be_whole(hold.model, hold.stage, hold.device_bytes)
 
 
 def checked(info: ArtifactInfo, data: bytes, wanted: Fingerprint, cluster_key: bytes) -> Artifact:
@@ -118,22 +113,6 @@ class _Stage:
     """It has compiled kernels that have given nothing yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a stage is restored from."""
-
-    manifest: bytes = b""
-    """As it was signed; empty: there is none that is valid."""
-    graphs: str = ""
-    """Where its archive of graphs is; empty: it has none, or it is not here yet."""
-    kernels: str = ""
-    """The same of its compiled kernels."""
-    uses: dict[int, int] = field(default_factory=dict[int, int])
-    """How often steps of each size of graph ran when the model was here before."""
-    ways: GraphWays = field(default_factory=GraphWays)
-    """How its graphs are restored."""
-
-
 class Artifacts:
     """What one worker knows of artifacts."""
 
@@ -178,9 +157,9 @@ class Artifacts:
     async def of(self, hold: Hold) -> Found:
         """What a stage is restored from."""
         environment = self._core.environment
-        whole = hold.stage == hold.model.spec.whole and len(hold.members) <= 1
-        grows = self._with_graphs and may_grow(hold)
-        if environment is None or self._cluster_key is None or not (whole or grows):
+        whole = is_whole(hold)
+        wanting = whole or (self._with_graphs and (may_grow(hold) or has_a_range(hold)))
+        if environment is None or self._cluster_key is None or not wanting:
             return Found()
         wanted = Fingerprint.of(environment, hold.model)
         digest = wanted.digest
@@ -197,10 +176,17 @@ class Artifacts:
         self._count("found")
         if not self._with_graphs:
             return Found(known)
-        graphs, kernels = await self._files_of(hold, digest, known)
-        if not (whole or graphs or kernels):
+        graphs, ranged, kernels = await self._files_of(hold, digest, known)
+        if not (whole or graphs or ranged or kernels):
             return Found()  # all that is left is of whole models
-        return Found(known, graphs, kernels, self._uses.get(digest, {}), self._ways)
+        return Found(
+            known,
+            graphs,
+            kernels,
+            (RangeFile(layers=hold.stage, path=ranged),) if ranged else (),
+            self._uses.get(digest, {}),
+            self._ways,
+        )
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""
@@ -307,20 +293,22 @@ class Artifacts:
         checked(info, data, wanted, key)
         return data
 
-    async def _files_of(self, hold: Hold, digest: Digest, manifest: bytes) -> tuple[str, str]:
-        """Where the graphs of an artifact are, and its compiled kernels."""
-        artifact = decode_json(manifest, Artifact)
-        graphs = artifact.graphs_blob if artifact.graphs is not None else None
-        kernels = artifact.compiled_blob if artifact.compiled is not None else None
-        if self._suspected.get(digest, 0) >= SUSPECTED:
-            kernels = None
+    async def _files_of(self, hold: Hold, digest: Digest, manifest: bytes) -> tuple[str, str, str]:
+        """Where the whole model's graphs of an artifact are, those of the stage's range, and its
+        compiled kernels.
+        """
+        blobs = blobs_of(decode_json(manifest, Artifact), hold)
+        kernels = None if self._suspected.get(digest, 0) >= SUSPECTED else blobs.kernels
+        # Those of ranges are restored in the usual way alone.
+        ranged = blobs.ranged if self._ways == GraphWays() else None
         found = await asyncio.gather(
-            self._file_of(hold, digest, graphs, "graphs", GRAPHS_S),
+            self._file_of(hold, digest, blobs.graphs, "graphs", GRAPHS_S),
+            self._file_of(hold, digest, ranged, "range_graphs", GRAPHS_S),
             self._file_of(hold, digest, kernels, "kernels", KERNELS_S),
         )
         if any(found):
             self._stages[hold.instance_id] = _Stage(
-                digest, hold.model.name, unsettled=bool(found[1])
+                digest, hold.model.name, unsettled=bool(found[2])
             )
             while len(self._stages) > REMEMBERED:
                 self._stages.popitem(last=False)

@@ -27,7 +27,7 @@ from pilotlight.common.messages.graphs import (
 )
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
-from pilotlight.policy.model import Model
+from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
 from pilotlight.worker.loading import PartLease, PartSource
@@ -88,16 +88,18 @@ class BuildSession:
         graphs: str = "",
         record: str = "",
         precomputed: Precomputed | None = None,
+        layers: Stage | None = None,
     ) -> int:
-        """Load all of a model.
+        """Load a model.
 
         Args:
             model: which.
             device_bytes: for parameters and KV.
             artifact: what it is restored from.
-            graphs: where its archive of graphs is, all of which are proved.
+            graphs: where its archive of graphs is. All graphs that are restored are proved.
             record: where an archive of graphs is to be written.
-            precomputed: what there is of compiled kernels; None: nothing.
+            precomputed: what there is of compiled kernels, and of graphs of ranges; None: nothing.
+            layers: no others of the model; None: all.
 
         Returns:
             Room for tokens.
@@ -105,21 +107,22 @@ class BuildSession:
         Raises:
             PilotlightError: parts cannot be had, or the engine does not take them.
         """
-        parts = model.spec.parts_of(model.spec.whole)
+        precomputed, stage = precomputed or Precomputed(), layers or model.spec.whole
+        parts, self.graphs = model.spec.parts_of(stage), None
         lease = await self._source.lease(self._worker_id, INSTANCE, model, parts)
         async with lease:
             await self._engine.load_stage(
                 LoadStage(
                     instance_id=INSTANCE,
                     model=model,
-                    stage=model.spec.whole,
+                    stage=stage,
                     device_bytes=device_bytes,
                     pool_path=lease.pool_path,
                     artifact=artifact,
                     graphs=graphs,
-                    prove=bool(graphs),
+                    prove=bool(graphs or (artifact and precomputed.ranges)),
                     record=record,
-                    precomputed=precomputed or Precomputed(),
+                    precomputed=precomputed,
                 )
             )
             loading = asyncio.create_task(self._loaded(), name="loading for a build")
@@ -213,7 +216,7 @@ class BuildSession:
         event = told.message
         if isinstance(event, EngineDied):
             raise error_of(event.code, f"the engine of the build ended: {event.reason}")
-        if isinstance(event, StageGraphs):
+        if isinstance(event, StageGraphs) and not event.uses:
             self.graphs = event
         if isinstance(event, StageKernels) and not event.settled:
             self.kernels = event

@@ -21,13 +21,13 @@ from pilotlight.common.messages.graphs import (
 )
 from pilotlight.policy.builds import needed_bytes
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.cuts import usual_ranges
 from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import (
     COMPILE_CACHE,
     FORMAT,
     GRAPHS,
     Artifact,
-    Blob,
     Canary,
     DecodeTime,
     Layout,
@@ -35,9 +35,10 @@ from pilotlight.policy.materialized import (
     Profile,
 )
 from pilotlight.policy.model import Model
+from pilotlight.worker.build_files import WITNESS, BuildFiles, LeftOut
+from pilotlight.worker.build_ranges import files_of, proved_ranges, with_ranges, without_ranges
 from pilotlight.worker.build_session import BuildSession, MakeSession, Outcome
 from pilotlight.worker.build_tour import tour
-from pilotlight.worker.graph_files import GraphFile, WrongArchive
 
 log = structlog.get_logger()
 
@@ -47,8 +48,6 @@ BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (16, 256)
 """Of decode steps."""
 DECODE_TOKENS = 8
-WITNESS = "witness"
-"""A file of a build that no artifact has: graphs of an engine whose arena lies elsewhere."""
 CANARY_PROMPT, CANARY_TOKENS = 12, 6
 
 Told = Callable[[str, float], Awaitable[None]]
@@ -64,47 +63,6 @@ class Built:
     """Objects that the manifest names."""
 
 
-class LeftOut(Exception):
-    """An artifact has no blob of a kind; ``field`` says why, by name."""
-
-    def __init__(self, kind: str, field: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.field = field
-
-
-class _Files:
-    """The archives of one build, where its engines can read and write them."""
-
-    def __init__(self) -> None:
-        self._files = {kind: GraphFile() for kind in (COMPILE_CACHE, GRAPHS, WITNESS)}
-        self.archives: dict[Digest, bytes] = {}
-
-    def path(self, kind: str) -> str:
-        return self._files[kind].path
-
-    def written(self, recorded: GraphsRecorded | KernelsRecorded | None, kind: str) -> Blob:
-        """An engine has written an archive: nobody does any more.
-
-        Raises:
-            LeftOut: it did not.
-        """
-        if recorded is None:
-            raise LeftOut(kind, "engine", "it recorded nothing")
-        if recorded.blob is None:
-            raise LeftOut(kind, recorded.refused, recorded.message)
-        self._files[kind].seal()
-        try:
-            self.archives[recorded.blob.digest] = self._files[kind].read(recorded.blob)
-        except WrongArchive as error:
-            raise LeftOut(kind, error.field, "it is not what the engine wrote") from error
-        return recorded.blob
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
 @dataclass(frozen=True, slots=True)
 class _Build:
     """What all steps of one build go by."""
@@ -112,7 +70,7 @@ class _Build:
     model: Model
     make_session: MakeSession
     told: Told
-    files: _Files
+    files: BuildFiles
     ways: GraphWays
 
 
@@ -122,7 +80,12 @@ def prompt_ids(tokens: int, vocab_size: int, salt: int) -> list[int]:
 
 
 async def build(
-    claimed: ClaimedBuild, make_session: MakeSession, told: Told, ways: GraphWays | None = None
+    claimed: ClaimedBuild,
+    make_session: MakeSession,
+    told: Told,
+    ways: GraphWays | None = None,
+    *,
+    ranges: bool = False,
 ) -> Built:
     """A model's artifact.
 
@@ -132,6 +95,7 @@ async def build(
         told: is told what comes next.
         ways: how its graphs are recorded and proved, which it has with compiled kernels if the
             device has any; None: it has neither.
+        ranges: those of the usual ranges of its layers, too, if the ways are the usual ones.
 
     Raises:
         RestoreFailed: the second engine does not compute what the first one did.
@@ -139,7 +103,8 @@ async def build(
     """
     on_gpu = claimed.fingerprint.environment.device_kind is DeviceKind.CUDA
     graphs = ways is not None and on_gpu
-    files = _Files()
+    ranged = ranges and graphs and ways == GraphWays()
+    files = BuildFiles(usual_ranges(claimed.model.spec) if ranged else ())
     work = _Build(claimed.model, make_session, told, files, ways or GraphWays())
     try:
         artifact = await _first(work, claimed, kernels=graphs)
@@ -221,7 +186,8 @@ async def _with_graphs(work: _Build, artifact: Artifact) -> Artifact:
     except PilotlightError as error:
         return _without(artifact, LeftOut(GRAPHS, error.code, error.message))
     assert recorded is not None
-    return replace(artifact, blobs=(*artifact.blobs, blob), graphs=recorded.layout)
+    artifact = replace(artifact, blobs=(*artifact.blobs, blob), graphs=recorded.layout)
+    return with_ranges(artifact, recorded.ranges, work.files)
 
 
 async def _record(
@@ -239,7 +205,9 @@ async def _record(
             work.model,
             artifact.layout.device_bytes,
             record=work.files.path(kind),
-            precomputed=Precomputed(ways=ways),
+            precomputed=Precomputed(
+                ways=ways, ranges=files_of(work.files) if kind == GRAPHS else ()
+            ),
         )
     finally:
         await session.close()
@@ -256,6 +224,7 @@ def _without(artifact: Artifact, left_out: LeftOut) -> Artifact:
     )
     rest = replace(artifact, blobs=tuple(b for b in artifact.blobs if b.kind != left_out.kind))
     if left_out.kind == GRAPHS:
+        rest = without_ranges(rest, left_out.field)
         return replace(rest, graphs=None, graphs_refused=left_out.field)
     return replace(rest, compiled=None, compiled_refused=left_out.field)
 
@@ -281,6 +250,8 @@ async def _finished(work: _Build, artifact: Artifact) -> Built:
             kind = GRAPHS if artifact.graphs is not None else COMPILE_CACHE
             artifact = _without(artifact, LeftOut(kind, error.code, error.message))
         else:
+            artifact = await proved_ranges(artifact, work.model, work.make_session, work.files)
+            manifest = encode_json(artifact)
             await work.told("store", 0.95)
             archives = work.files.archives
             return Built(manifest, {one.digest: archives[one.digest] for one in artifact.blobs})

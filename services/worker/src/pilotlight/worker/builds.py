@@ -83,6 +83,7 @@ class Builds:
         *,
         graphs: bool = False,
         ways: GraphWays | None = None,
+        ranges: bool = False,
     ) -> None:
         """Builds nothing yet.
 
@@ -97,7 +98,9 @@ class Builds:
             idle_s: without demand, before a build is looked for.
             graphs: artifacts for GPUs are to have some.
             ways: how those are recorded and restored.
+            ranges: they are to have those of the usual ranges of layers, too.
         """
+        self._ranges = ranges
         self._ways = (ways or GraphWays()) if graphs else None
         self._core = core
         self._held = held
@@ -284,7 +287,7 @@ class Builds:
             return self._kept[1]
         room_bytes = needed_bytes(claimed.model, claimed.fingerprint.environment)
         session = partial(self._session, room_bytes)
-        made = await build(claimed, session, progress.tell, self._ways)
+        made = await build(claimed, session, progress.tell, self._ways, ranges=self._ranges)
         self._kept = claimed.fingerprint.digest, made
         return made
 

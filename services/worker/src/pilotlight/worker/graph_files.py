@@ -57,7 +57,7 @@ class GraphFile:
         """
         size_bytes = os.fstat(self._descriptor).st_size
         if size_bytes != blob.size_bytes or size_bytes > blob.most_bytes:
-            raise WrongArchive(f"{blob.kind}_size")
+            raise WrongArchive(f"{blob.holds}_size")
         data = os.pread(self._descriptor, size_bytes, 0)
         check_archive(blob, data)
         return data
@@ -76,9 +76,9 @@ def check_archive(blob: Blob, data: bytes) -> None:
         WrongArchive: they are not.
     """
     if len(data) != blob.size_bytes or len(data) > blob.most_bytes:
-        raise WrongArchive(f"{blob.kind}_size")
+        raise WrongArchive(f"{blob.holds}_size")
     if blake3(data).hexdigest() != blob.digest:
-        raise WrongArchive(f"{blob.kind}_digest")
+        raise WrongArchive(f"{blob.holds}_digest")
 
 
 class GraphFiles:

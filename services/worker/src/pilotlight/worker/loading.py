@@ -28,8 +28,9 @@ from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
 from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.remaining import remaining
-from pilotlight.worker.artifacts import Artifacts, Found, may_grow
+from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
+from pilotlight.worker.found import Found, may_grow
 
 PART_DEADLINE_S = 300.0
 """Between two parts. A loader says itself when a source stalls; this is for a loader that hangs."""
@@ -294,6 +295,7 @@ class StageLoader:
                 uses=found.uses,
                 launch_lists=self._artifacts is not None and self._artifacts.launch_lists,
                 ways=found.ways,
+                ranges=found.ranges,
             ),
         )
         await self._core.engine.load_stage(load, sent)

@@ -80,6 +80,17 @@ class WorkerSettings(ServiceSettings):
         description="Record captured decode steps and compiled kernels in artifacts for GPUs, and restore them in starts. "
         "Off: not yet run in a whole system.",
     )
+    materialize_ranges: bool | None = Field(
+        None,
+        description="Where artifacts have graphs, they have those of the usual ranges of layers, too: halves and quarters, for stages of "
+        "models that several workers start. By default where `PILOTLIGHT_MAX_STAGES` is above 1 for workers, too; no GPU has run it yet.",
+    )
+    max_stages: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="The scheduler's: above 1, artifacts get graphs of ranges, unless `PILOTLIGHT_MATERIALIZE_RANGES` says otherwise.",
+    )
     launch_lists: bool = Field(
         default=False,
         description="Where graphs are restored, a step whose kernels are loaded and whose graph is not ready is launched kernel by "
@@ -141,6 +152,12 @@ class WorkerSettings(ServiceSettings):
     sim_decode_step_s: float = Field(
         0.005, ge=0, description="Simulated worker: seconds that a step takes."
     )
+
+    @property
+    def with_ranges(self) -> bool:
+        """Artifacts that have graphs are to have those of ranges of layers."""
+        given = self.materialize_ranges
+        return self.max_stages > 1 if given is None else given
 
     @model_validator(mode="after")
     def _launches_what_it_restores(self) -> Self:

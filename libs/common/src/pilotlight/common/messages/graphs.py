@@ -12,6 +12,7 @@ import msgspec
 from pilotlight.common.messages.codec import Message
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.materialized import Blob, CompiledFor, GraphLayout
+from pilotlight.policy.model import Stage
 
 
 class GraphWays(Message, frozen=True, kw_only=True):
@@ -26,6 +27,13 @@ class GraphWays(Message, frozen=True, kw_only=True):
     witness: str = ""
     """Where the archive of a process is that recorded the same graphs with its arena elsewhere;
     empty: this recording is to be one."""
+
+
+class RangeFile(Message, frozen=True, kw_only=True):
+    """Where an archive of the graphs of a range of layers is, or is to be written."""
+
+    layers: Stage
+    path: str
 
 
 class Precomputed(Message, frozen=True, kw_only=True):
@@ -43,6 +51,9 @@ class Precomputed(Message, frozen=True, kw_only=True):
     launch_lists: bool = False
     """A step whose kernels are loaded does not wait for its graph."""
     ways: GraphWays = GraphWays()
+    ranges: tuple[RangeFile, ...] = ()
+    """Where graphs are recorded: those of ranges that are recorded, too. Otherwise that of the
+    stage's range, if the artifact has any for it."""
 
 
 class KernelsRecorded(Message, frozen=True, kw_only=True):
@@ -72,14 +83,27 @@ class StageKernels(Message, tag="kernels", frozen=True, kw_only=True):
     on is not their fault."""
 
 
-class GraphsRecorded(Message, frozen=True, kw_only=True):
-    """What came of ``LoadStage.record``: an archive, or the name of what stands in its way."""
+class ArchiveRecorded(Message, frozen=True, kw_only=True):
+    """Graphs that were recorded: an archive, or the name of what stands in its way."""
 
     layout: GraphLayout | None = None
     blob: Blob | None = None
     """The archive, as it was written."""
     refused: str = ""
     message: str = ""
+
+
+class RangeRecorded(ArchiveRecorded, frozen=True, kw_only=True):
+    """What came of one of ``Precomputed.ranges``."""
+
+    layers: Stage
+
+
+class GraphsRecorded(ArchiveRecorded, frozen=True, kw_only=True):
+    """What came of ``LoadStage.record``."""
+
+    ranges: tuple[RangeRecorded, ...] = ()
+    """Of those that were asked for; none where the whole model's are not recorded."""
 
 
 class StageGraphs(Message, tag="graphs", frozen=True, kw_only=True):

@@ -43,6 +43,27 @@ class RestoreNews:
     """By name, why none comes (any more)."""
     message: str = ""
 
+    @classmethod
+    def of(cls, ready: int, proved: int, why: GraphsRefused | NativeError | None) -> "RestoreNews":
+        """Those of one range.
+
+        Args:
+            ready: graphs.
+            proved: see above.
+            why: no more of them come; None: they do, or all have come.
+        """
+        field = why.field if isinstance(why, GraphsRefused) else "driver" if why else ""
+        return cls(ready=ready, proved=proved, refused=field, message=str(why or ""))
+
+    def with_those(self, other: "RestoreNews") -> "RestoreNews":
+        """Of two ranges of one stage."""
+        return RestoreNews(
+            ready=self.ready + other.ready,
+            proved=self.proved + other.proved,
+            refused=self.refused or other.refused,
+            message=self.message or other.message,
+        )
+
 
 def check_layout(
     layout: GraphLayout, memory: StageMemory, steps: StageSteps, *, later: bool = False
@@ -53,12 +74,12 @@ def check_layout(
         layout: of the graphs.
         memory: the stage's.
         steps: the stage's.
-        later: it need not be a whole model yet.
+        later: it need not have memory for all of the layers yet.
 
     Raises:
         GraphsRefused: by the name of what differs.
     """
-    if not steps.has_trials or not (steps.whole or later):
+    if not steps.has_trials or not (steps.present or later):
         raise GraphsRefused("steps", "the stage has no steps that graphs are restored for")
     rows = [trial.rows for trial in layout.trials]
     lengths = [trial.rows for trial in layout.prompts]
@@ -97,7 +118,7 @@ class Fitting:
     """The slot's."""
     steps: StageSteps
     later: bool
-    """The stage need not be a whole model yet."""
+    """The stage need not have memory for all of the layers yet."""
 
 
 Fit = Callable[[Fitting], Tensor | None]
@@ -129,12 +150,13 @@ def reserve(
     Raises:
         GraphsRefused: ``pool``: there is none.
     """
-    pool, logits = scratch.graphs, steps.logits(SIZES[-1])
+    pool, logits = scratch.graphs, steps.logits()
     first = memory.graph_pool_bytes(1).data_ptr()
     held = (logits.data_ptr() + logits.nbytes - first) // SEGMENT_BYTES * SEGMENT_BYTES
     left, rest = layout.pool_bytes - held, None
     try:
-        if left > 0:
+        # What a plan behind this one has taken is there for both: one graph runs at a time.
+        if left > 0 and pool.mapped_bytes < layout.pool_bytes:
             with pool.use():
                 rest = torch.empty(max(left, LEAST_BYTES), dtype=torch.uint8, device=logits.device)
     except RuntimeError as error:
@@ -182,7 +204,7 @@ def places_of(steps: StageSteps) -> dict[str, int]:
     """Addresses of all that a stage's captured steps read and write, but for parameters, KV and
     what they write in passing.
     """
-    return {**steps.places, "logits": steps.logits(SIZES[-1]).data_ptr()}
+    return {**steps.places, "logits": steps.logits().data_ptr()}
 
 
 def named(kind: Kind) -> str:

@@ -126,24 +126,35 @@ class GraphSupplier(Protocol):
 
 
 class StageSteps(Protocol):
-    """A stage's captured steps. ``cuda.runner.CudaRangeRunner`` has them.
+    """Captured steps of one range of a stage's layers. ``cuda.steps.RangeSteps`` are some.
 
     A size is rows of a decode step, or ``prompt_size`` of those of one prompt alone.
     """
+
+    @property
+    def layers(self) -> Stage:
+        """The range."""
+        ...
 
     @property
     def places(self) -> Mapping[str, int]:
         """Addresses of what they read and write beside parameters, KV and the graph pool."""
         ...
 
-    @property
-    def has_trials(self) -> bool:
-        """Trials can be run of them (``cuda.trials``), as soon as the stage is a whole model."""
+    def logits(self) -> Tensor:
+        """Where the whole model's leave theirs: what the graph pool begins with, whatever the
+        range.
+        """
         ...
 
     @property
-    def whole(self) -> bool:
-        """The stage has memory for the whole model."""
+    def has_trials(self) -> bool:
+        """Trials can be run of them (``cuda.trials``), as soon as they are ``present``."""
+        ...
+
+    @property
+    def present(self) -> bool:
+        """The stage has memory for all of the range."""
         ...
 
     def trial_inputs(self, size: int) -> AbstractContextManager[None]:
@@ -151,15 +162,25 @@ class StageSteps(Protocol):
         ...
 
     def trial(self, size: int) -> Tensor:
-        """Runs a trial as any other step; its logits, valid until the next run."""
+        """Runs a trial as any other step; its logits, or hidden states where the range has no head,
+        valid until the next run.
+        """
         ...
 
     def kind_of(self, size: int) -> Kind:
-        """The whole model's step of a size."""
+        """The range's step of a size."""
         ...
 
-    def logits(self, size: int) -> Tensor:
-        """Where captured steps of a size leave theirs."""
+    def output(self, size: int) -> Tensor:
+        """Where captured steps of a size leave what their trial gives."""
+        ...
+
+
+class HasSteps(Protocol):
+    """A stage that has captured steps. ``cuda.runner.CudaRangeRunner`` runs them."""
+
+    def steps_of(self, layers: Stage | None = None) -> StageSteps:
+        """Those of a range; None: the whole model's."""
         ...
 
 

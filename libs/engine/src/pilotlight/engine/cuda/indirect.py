@@ -18,7 +18,7 @@ from torch import Tensor
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import Fitting, GraphsRefused, check_layout, places_of
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, LoadedKernels
-from pilotlight.engine.cuda.graphs import SIZES, StageSteps
+from pilotlight.engine.cuda.graphs import StageSteps
 from pilotlight.engine.cuda.pools import TorchPool
 from pilotlight.engine.cuda.traces import PERMANENT
 from pilotlight.engine.device.memory import StageMemory
@@ -80,7 +80,7 @@ class Anywhere:
         layout = moved_layout(fitting.layout, memory, steps)
         check_layout(layout, memory, steps, later=fitting.later)
         # torch takes the segment of the logits, which is the pool's first, if it has not.
-        steps.logits(SIZES[-1])
+        steps.logits()
         assert isinstance(fitting.scratch.graphs, TorchPool)
         self._pool = fitting.scratch.graphs.memory
         return None

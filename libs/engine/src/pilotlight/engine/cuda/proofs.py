@@ -46,7 +46,7 @@ class TrialUnderWay:
 
     def __init__(self, steps: StageSteps, size: int, launch: Callable[[int], None]) -> None:
         """Launches it. Waits for the device only where there are more than ``HOST_ROWS`` rows of
-        logits, whose digest is computed there.
+        logits or hidden states, whose digest is computed there.
 
         Args:
             steps: the stage's.
@@ -54,14 +54,14 @@ class TrialUnderWay:
             launch: runs what is proved, on the inputs that are there.
         """
         self._name = named(steps.kind_of(size))
-        self._logits: Told | None = None
+        self._output: Told | None = None
         with steps.trial_inputs(size):
             launch(size)
-            logits = steps.logits(size)
-            if len(logits) <= HOST_ROWS:
-                self._logits = Told(logits)
+            output = steps.output(size)
+            if len(output) <= HOST_ROWS:
+                self._output = Told(output)
             else:
-                self._digest = digest_of(logits)
+                self._digest = digest_of(output)
 
     def require(self, recorded: str, what: str) -> None:
         """Waits for what it gave.
@@ -73,8 +73,8 @@ class TrialUnderWay:
         Raises:
             RestoreFailed: it has another one.
         """
-        if self._logits is not None:
-            self._digest, self._logits = digest_of(self._logits.wait()), None
+        if self._output is not None:
+            self._digest, self._output = digest_of(self._output.wait()), None
         if self._digest != recorded:
             raise RestoreFailed(
                 f"{what} of {self._name} gave {self._digest[:16]} for its trial, "
@@ -105,7 +105,7 @@ class Proofs:
         try:
             for size in sizes:
                 known = size in self.proved or size in self._under_way
-                if not known and len(steps.logits(size)) <= HOST_ROWS:
+                if not known and len(steps.output(size)) <= HOST_ROWS:
                     self._under_way[size] = TrialUnderWay(steps, size, launch)
         except NativeError as error:
             raise RestoreFailed(f"the device refuses restored graphs: {error}") from error

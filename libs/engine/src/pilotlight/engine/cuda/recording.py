@@ -17,7 +17,7 @@ from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.fitting import named, places_of
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, GraphSupplier, StageSteps
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, GraphSupplier, HasSteps, StageSteps
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.engine.cuda.restored import POISON
 from pilotlight.engine.cuda.trials import digest_of
@@ -28,6 +28,7 @@ from pilotlight.native.library import NativeError, Nowhere
 from pilotlight.native.proving import dump_proved
 from pilotlight.policy.graphs.restoring import PROMPTS, prompt_size
 from pilotlight.policy.materialized import MAX_GRAPHS_BYTES, GraphLayout, GraphPlace, Trial
+from pilotlight.policy.model import Stage
 
 log = structlog.get_logger()
 
@@ -66,7 +67,7 @@ class GraphRecorder:
         self._prompts_refused = ""
         self._memory: StageMemory | None = None
         self._scratch: Scratch | None = None
-        self._steps: StageSteps | None = None
+        self._stage: HasSteps | None = None
         self._graphs: GraphSet | None = None
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> GraphSupplier:
@@ -74,26 +75,36 @@ class GraphRecorder:
         self._memory, self._scratch = memory, scratch
         return CaptureOnSecondUse(memory.arena.device, scratch, keep=True)
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
-        self._steps, self._graphs = steps, graphs
+        self._stage, self._graphs = stage, graphs
 
-    def record(self) -> RecordedGraphs:
+    def record(self, layers: Stage | None = None) -> RecordedGraphs:
         """Captures all sizes, proves them, and writes them down. Every part of the stage is in
         place, and no request is.
+
+        Ranges come behind the whole model: their graphs then write where its own do, and a stage
+        that becomes whole needs no more of the graph pool than it.
+
+        Args:
+            layers: of the range; None: the whole model.
 
         Raises:
             NotRecorded: by the name of what stands in the way.
         """
-        steps, memory, scratch = self._steps, self._memory, self._scratch
-        if steps is None or memory is None or scratch is None or not steps.has_trials:
-            raise NotRecorded(
-                "steps", "no steps of this model are captured, or they have no trials"
-            )
-        if not steps.whole:
-            raise NotRecorded("stage", "graphs are recorded of whole models alone")
-        if self._graphs is not None and self._graphs.graphs:
-            raise NotRecorded("used", "steps of this stage were captured before")
+        stage, memory, scratch = self._stage, self._memory, self._scratch
+        if stage is None or memory is None or scratch is None:
+            raise NotRecorded("steps", "no steps of this model are captured")
+        steps = stage.steps_of(layers)
+        if not steps.has_trials:
+            raise NotRecorded("steps", "the steps of this model have no trials")
+        if not stage.steps_of().present:
+            raise NotRecorded("stage", "graphs are recorded in stages of whole models alone")
+        if self._graphs is not None and any(
+            kind.layers == steps.layers for kind in self._graphs.graphs
+        ):
+            raise NotRecorded("used", "steps of these layers were captured before")
+        self._prompts_refused = ""
         # The largest first: the others then fit into what it leaves of the pool.
         prompts = self._prompts(steps, tuple(map(prompt_size, reversed(self._lengths))))
         found = {rows: self._captured(steps, rows) for rows in reversed(self._sizes)}
@@ -109,7 +120,8 @@ class GraphRecorder:
             self._leave_out(refused, *prompts)
             prompts = {}
             dump = self._dump(memory, steps, self._sizes)
-        log.info("graphs recorded", action="graphs_recorded", pool_bytes=pool_bytes, **_facts(dump))
+        facts = {"start": steps.layers.start, "stop": steps.layers.stop, **_facts(dump)}
+        log.info("graphs recorded", action="graphs_recorded", pool_bytes=pool_bytes, **facts)
         return RecordedGraphs(
             GraphLayout(
                 slot=memory.slot_number,

@@ -1,9 +1,8 @@
 """Graphs that another process captured, made again in this one (design 8: lazy restore).
 
-One thread makes them, one after the other, in the order of ``policy.graphs.restoring``: a size that
-a step waits for goes first, then what a request that has come will need. Before a graph's first use
-its trial must give what was recorded. On the way of the first one is what that one needs alone: its
-kernels are loaded while the stage gets its memory, and its own addresses are looked at.
+One thread makes them, one after the other, in the order of ``policy.graphs.restoring``. Before a
+graph's first use its trial must give what was recorded. On the first one's way is what it needs
+alone: its kernels are loaded while the stage gets its memory, its own addresses are looked at.
 
 ::
 
@@ -14,6 +13,7 @@ kernels are loaded while the stage gets its memory, and its own addresses are lo
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +26,19 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.fitting import Fit, Fitting, GraphsRefused, RestoreNews, fitted, opened
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice, GraphDevice, RestoredGraph, built
-from pilotlight.engine.cuda.graphs import GraphSet, GraphStep, GraphSupplier, Kind, StageSteps
+from pilotlight.engine.cuda.graphs import (
+    GraphSet,
+    GraphStep,
+    GraphSupplier,
+    HasSteps,
+    Kind,
+    StageSteps,
+)
 from pilotlight.engine.cuda.launch_lists import LaunchLists
 from pilotlight.engine.cuda.pace import Pace
 from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.proofs import Proofs
-from pilotlight.engine.cuda.took import Took
+from pilotlight.engine.cuda.restore_times import RestoreTimes
 from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
@@ -49,6 +56,7 @@ from pilotlight.policy.graphs.restoring import (
     rests,
 )
 from pilotlight.policy.materialized import GraphLayout
+from pilotlight.policy.model import Stage
 
 log = structlog.get_logger()
 
@@ -64,9 +72,7 @@ POISON = 0xFF
 
 
 class RestoredGraphs:
-    """A ``GraphPlan``, and the stage's ``GraphSupplier``: of the whole model's decode steps, and of
-    those of one prompt alone. All others are captured.
-    """
+    """A ``GraphPlan``, and the stage's ``GraphSupplier``, of one range; all others are captured."""
 
     def __init__(
         self,
@@ -78,6 +84,8 @@ class RestoredGraphs:
         capture: Callable[[torch.device, Scratch], GraphSupplier] = CaptureOnSecondUse,
         wait_s: float = WAIT_S,
         rest_s: float = REST_S,
+        layers: Stage | None = None,
+        behind: "RestoredGraphs | None" = None,
         later: bool = False,
         launch_lists: bool = False,
         uses: Mapping[int, int] | None = None,
@@ -91,22 +99,24 @@ class RestoredGraphs:
             open_archive: reads an archive on the device that a stage's memory is on.
             fit: takes what its graphs need, or refuses them.
             capture: makes what gives the other graphs, and all where nothing is restored.
-            wait_s: the most that a step waits for its graph.
+            wait_s: see ``WAIT_S``.
             rest_s: see ``REST_S``.
-            later: the stage may become the whole model: until it has memory for that, no kernel is
-                loaded, and no graph is made.
-            launch_lists: a step whose kernels are loaded does not wait for its graph.
+            layers: of the graphs; None: the whole model.
+            behind: in the place of ``capture``: graphs of what the stage may become, in the same
+                memory of the graph pool.
+            later: nothing is loaded or made until the stage has memory for the range.
+            launch_lists: a step whose kernels are loaded waits for no graph.
             uses: how often steps of each size ran before: those come first.
             monotonic_s: a clock, in seconds.
         """
         self._layout, self._recorded = recorded, recorded.digests
-        self._read, self._capture = read, capture
-        self._open, self._fit = open_archive, fit
+        self._read, self._open, self._fit = read, open_archive, fit
+        self._capture, self._layers, self._behind = capture, layers, behind
         self._wait_s, self._rest_s = wait_s, rest_s
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._later, self._running, self._closing = later, False, False
-        self._took, self._pace = Took(monotonic_s), Pace(monotonic_s)
+        self.took, self._pace = RestoreTimes(monotonic_s), Pace(monotonic_s)
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
@@ -124,66 +134,62 @@ class RestoredGraphs:
     def news(self) -> RestoreNews:
         """How far it is. For any thread."""
         with self._changed:
-            refused, broken = self._refused, self._broken
-            return RestoreNews(
-                ready=len(self._order.ready),
-                proved=len(self._proofs.proved),
-                refused="driver" if broken else refused.field if refused else "",
-                message=str(broken or refused or ""),
-            )
-
-    @property
-    def took_ms(self) -> Mapping[str, float]:
-        """Milliseconds: of reading and opening the archive and loading the first kernels, while the
-        stage gets its steps; since then, until ``reserved``, ``begun``, ``first`` and ``all``; of
-        the first graph and of all, by part.
-        """
-        return dict(self._took.ms)
+            ready, proved = len(self._order.ready), len(self._proofs.proved)
+            own = RestoreNews.of(ready, proved, self._broken or self._refused)
+        return own if self._behind is None else own.with_those(self._behind.news)
 
     @property
     def uses(self) -> dict[int, int]:
-        """How often steps of each recorded size ran."""
-        if self._graphs is None or self._steps is None:
-            return {}
-        ran = {size: self._graphs.uses.get(self._steps.kind_of(size)) for size in self._recorded}
+        """How often steps of each recorded size ran, of this range or of what is behind it."""
+        ran = Counter({} if self._behind is None else self._behind.uses)
+        if self._graphs is not None and self._steps is not None:
+            for size in self._recorded:
+                ran[size] += self._graphs.uses.get(self._steps.kind_of(size), 0)
         return {size: uses for size, uses in ran.items() if uses}
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "RestoredGraphs":
         """See ``GraphPlan``: the archive is read from now on."""
         self._memory, self._scratch = memory, scratch
-        self._fallback = self._capture(memory.arena.device, scratch)
         self._thread = threading.Thread(target=self._restore, name="graphs", daemon=True)
         self._thread.start()
+        if self._behind is not None:
+            self._fallback = self._behind.supplier(memory, scratch)
+        else:
+            self._fallback = self._capture(memory.arena.device, scratch)
         return self
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
-        """See ``GraphPlan``: from now on graphs are made, or from when the stage is whole."""
-        self._steps, self._graphs = steps, graphs
-        self._took.begin()
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
+        """See ``GraphPlan``: from now on graphs are made, or from when the stage has the range."""
+        if self._behind is not None:
+            self._behind.begin(stage, graphs)
+        self.took.begin()
+        self._steps, self._graphs = stage.steps_of(self._layers), graphs
         assert self._memory is not None
         assert self._scratch is not None
         try:
-            stage = Fitting(self._layout, self._memory, self._scratch, steps, self._later)
-            self._rest = self._fit(stage)
+            wanted = (self._layout, self._memory, self._scratch, self._steps, self._later)
+            self._rest = self._fit(Fitting(*wanted))
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
             return
-        self._took.until("reserved")
+        self.took.until("reserved")
         self._go()
 
     def extended(self) -> None:
         """See ``GraphSupplier``: graphs need no weights."""
         if self._later:
-            self._took.begin()
+            self.took.begin()
             self._go()
+        if self._behind is not None:
+            self._behind.extended()
 
     def _go(self) -> None:
-        """Graphs are made from now on, if the stage is whole."""
+        """Graphs are made from now on, if the stage has the range."""
         assert self._steps is not None
         with self._changed:
-            if self._steps.whole and self._refused is None and self._broken is None:
+            if self._steps.present and self._refused is None and self._broken is None:
                 self._running, self._later = True, False
-            self._changed.notify_all()
+        self._tell()
 
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
@@ -203,12 +209,13 @@ class RestoredGraphs:
             return self._fallback.supply(kind, step, output)
         if run is Run.WAIT:
             return None
-        assert self._device is not None
-        assert self._steps is not None
+        device, steps = self._device, self._steps
+        assert device is not None
+        assert steps is not None
         if run is Run.LAUNCH_LIST:
-            return GraphStep(self.lists.prove(self._device, self._steps, size), output(), once=True)
-        self._prove(size)
-        return GraphStep(RestoredGraph(self._device, size, self._pace.launched), output())
+            return GraphStep(self.lists.prove(device, steps, size), output(), once=True)
+        self._prove(device, steps, size)
+        return GraphStep(RestoredGraph(device, size, self._pace.launched), output())
 
     def expect(self, tokens: int) -> bool:
         """See ``GraphSupplier``: its prompt comes next, then a decode step of one row."""
@@ -217,12 +224,16 @@ class RestoredGraphs:
             for size in sizes:
                 self._order = expect(self._order, size)
             comes = self._running or sizes[0] in self._order.ready
-            return comes and len(sizes) > 1 and sizes[0] in self._recorded
+        comes = comes and len(sizes) > 1 and sizes[0] in self._recorded
+        return (self._behind is not None and self._behind.expect(tokens)) or comes
 
     def arriving(self, requests: int) -> None:
         """See ``GraphSupplier``: trials of what a request alone will need."""
-        if requests == 1 and self._steps is not None and self._steps.whole and not self._broken:
-            self._try(self._order.expected)
+        device, steps = self._device, self._steps
+        if requests != 1 or device is None or steps is None or self._broken is not None:
+            return
+        if steps.present:
+            self._try(device, steps, self._order.expected)
 
     def prove(self) -> None:
         """Proves every graph, before anything runs, with the pool full of nonsense. Every part of
@@ -281,29 +292,26 @@ class RestoredGraphs:
         return self._running and self.lists.can(self._device, size)
 
     def _is_settled(self, size: int) -> bool:
-        order = self._order
-        settled = size in order.ready or size in order.refused
+        settled = size in self._order.ready | self._order.refused
         return settled or not self._running or self._can_list(size)
 
-    def _prove(self, size: int) -> None:
-        assert self._device is not None
-        assert self._steps is not None
-        if self._steps.kind_of(size).prompt:
-            self._try((size, 1))  # The second token waits for no trial.
-        self._proofs.require(self._steps, size, self._device.launch)
+    def _prove(self, device: GraphDevice, steps: StageSteps, size: int) -> None:
+        if steps.kind_of(size).prompt:
+            self._try(device, steps, (size, 1))  # The second token waits for no trial.
+        self._proofs.require(steps, size, device.launch)
+        self._tell()
+
+    def _try(self, device: GraphDevice, steps: StageSteps, sizes: Iterable[int]) -> None:
+        self._proofs.ahead(steps, self._order.ready.intersection(sizes), device.launch)
+
+    def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _try(self, sizes: Iterable[int]) -> None:
-        if self._device is not None and self._steps is not None:
-            there = [size for size in sizes if size in self._order.ready]
-            self._proofs.ahead(self._steps, there, self._device.launch)
-
     def _refuse(self, refused: GraphsRefused, *, of_stage: bool = False) -> None:
         """What is wrong with the stage is told, whatever the archive is."""
-        log.warning(
-            "graphs refused", action="graphs_refused", field=refused.field, why=str(refused)
-        )
+        facts = {"field": refused.field, "why": str(refused)}
+        log.warning("graphs refused", action="graphs_refused", **facts)
         with self._changed:
             self._refused = refused if of_stage else self._refused or refused
             self._running = False
@@ -318,19 +326,24 @@ class RestoredGraphs:
                 self._changed.wait_for(lambda: self._running or self._closing or self._refused)
                 if not self._running or self._steps is None:
                     return
-            self._took.until("begun")
+            self.took.until("begun")
             while (size := self._next()) is not None:
                 elsewhere += device.check(size)
-                self._list(device, size)
-                self._ended(size, built(device, size))
-                if "first" not in self._took.ms:
-                    self._took.until("first")
-                    self._took.spent("first", device, before)
-                    # What proves larger graphs is loaded now, not at its first use in a step.
-                    digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
-            self._took.until("all")
-            self._took.spent("all", device, {})
-            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took.ms}
+                # A step of what is made next need not wait until it is made.
+                self.lists.load(device, size)
+                self._tell()
+                restored = built(device, size)
+                with self._changed:
+                    self._order = ended(self._order, size, restored)
+                self._tell()
+                if "first" not in self.took.steps:
+                    self.took.until("first")
+                    self.took.spent("first", device.spent_ms, before)
+                    # What proves larger graphs is loaded now.
+                    digest_of(torch.zeros_like(self._steps.output(HOST_ROWS + 1)))
+            self.took.until("all")
+            self.took.spent("all", device.spent_ms, {})
+            facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self.took.steps}
             log.info("graphs restored", action="graphs_restored", **facts)
         except GraphsRefused as refused:
             self._refuse(refused)
@@ -346,15 +359,13 @@ class RestoredGraphs:
             raise
 
     def _prepared(self) -> GraphDevice:
-        """The archive, with the kernels of as many graphs as there is time for, in the order in
-        which graphs come.
-        """
-        at_s = self._took.now_s()
+        """The archive, with kernels of as many graphs as there is time for, the first to come."""
+        at_s = self.took.now_s()
         archive = self._read()
-        at_s = self._took.lasted("read", at_s)
+        at_s = self.took.part("read", at_s)
         assert self._memory is not None
         self._device = device = opened(self._open, self._memory, archive, self._recorded)
-        at_s = self._took.lasted("open", at_s)
+        at_s = self.took.part("open", at_s)
         loaded: set[int] = set()
         while (size := self._next_to_load(loaded)) is not None:
             with suppress(OutOfMemory):
@@ -362,14 +373,8 @@ class RestoredGraphs:
                 device.load(size)
                 self.lists.loaded(device, size)
             loaded.add(size)
-        self._took.lasted("load", at_s)
+        self.took.part("load", at_s)
         return device
-
-    def _list(self, device: GraphDevice, size: int) -> None:
-        """A step of what is made next need not wait until it is made."""
-        self.lists.load(device, size)
-        with self._changed:
-            self._changed.notify_all()
 
     def _next_to_load(self, loaded: Set[int]) -> int | None:
         """The graph whose kernels are loaded next, while there are no steps yet."""
@@ -393,8 +398,3 @@ class RestoredGraphs:
 
     def _goes_on(self) -> bool:
         return self._closing or not rests(self._order, self._proofs.proved | self.lists.proved)
-
-    def _ended(self, size: int, restored: bool) -> None:
-        with self._changed:
-            self._order = ended(self._order, size, restored)
-            self._changed.notify_all()

@@ -1,7 +1,6 @@
 """The executor of layer ranges on CUDA."""
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -24,6 +23,7 @@ from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
 from pilotlight.engine.cuda.static_words import StaticDecode
+from pilotlight.engine.cuda.steps import Captured, RangeSteps
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
@@ -31,7 +31,7 @@ from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
 from pilotlight.engine.device.runner import check_run
 from pilotlight.engine.errors import UnsupportedModel
-from pilotlight.policy.graphs.restoring import PROMPTS
+from pilotlight.policy.graphs.restoring import prompt_size
 from pilotlight.policy.model import Dtype, Stage
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -131,55 +131,23 @@ class CudaRangeRunner:
             (max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype
         )
 
-    @property
-    def places(self) -> dict[str, int]:
-        """Addresses of what captured steps read and write beside parameters, KV and the graph
-        pool.
-        """
-        static = {
-            "metadata": self._static.static.words,
-            "hidden": self._hidden,
-            "partial": self._static_scratch.partial,
-        }
-        if self._prompt is not None:
-            static["prompt"] = self._prompt.static.words
-        return {name: tensor.data_ptr() for name, tensor in static.items()}
-
-    @property
-    def has_trials(self) -> bool:
-        """See ``StageSteps``. Steps that are not fused store keys before they read them."""
-        return self._graphs is not None and self._layers.fused
-
-    @property
-    def whole(self) -> bool:
-        """See ``StageSteps``."""
-        return self._memory.stage == self._decoder.spec.whole
-
-    def trial_inputs(self, size: int) -> AbstractContextManager[None]:
-        """See ``StageSteps``."""
-        kind = self.kind_of(size)
-        return (
-            self._prompt_trial(kind.rows)
-            if kind.prompt
-            else self._static.trial(kind.rows, self._decoder.spec.vocab_size)
-        )
-
-    @contextmanager
-    def _prompt_trial(self, rows: int) -> Generator[None]:
-        assert self._prompt is not None
+    def steps_of(self, layers: Stage | None = None) -> RangeSteps:
+        """See ``HasSteps``."""
         spec = self._decoder.spec
-        with (
-            self._kv.first_block_kept(),
-            self._prompt.trial(min(rows, spec.max_context_tokens), spec.vocab_size),
-        ):
-            yield
-
-    @torch.inference_mode()
-    def trial(self, size: int) -> Tensor:
-        """See ``StageSteps``."""
-        kind = self.kind_of(size)
-        with self.trial_inputs(size):
-            return self._padded(kind, kind.rows, 1 if kind.prompt else kind.rows)
+        stage = Captured(
+            spec=spec,
+            memory=self._memory,
+            kv=self._kv,
+            decode=self._static,
+            prompt=self._prompt,
+            hidden=self._hidden,
+            partial=self._static_scratch.partial,
+            # Steps that are not fused store keys before they read them.
+            proves=self._graphs is not None and self._layers.fused,
+            run=self._padded,
+            output=self._output,
+        )
+        return RangeSteps(stage, layers or spec.whole)
 
     def rehearse(self, inputs: Tensor) -> None:
         """Does what is around trials, and around a step that runs ahead, without a step: afterwards
@@ -188,21 +156,13 @@ class CudaRangeRunner:
         Args:
             inputs: tokens as the sampler leaves them on the device, [1].
         """
-        if not self.has_trials:
+        steps = self.steps_of()
+        if not steps.has_trials:
             return
-        with self.trial_inputs(PROMPTS + LENGTHS[0]):
+        with steps.trial_inputs(prompt_size(LENGTHS[0])):
             pass
-        with self.trial_inputs(SIZES[0]):
+        with steps.trial_inputs(SIZES[0]):
             self._static.view(SIZES[0])[1].copy_(inputs, non_blocking=True)
-
-    def kind_of(self, size: int) -> Kind:
-        """See ``StageSteps``."""
-        prompt = size > PROMPTS
-        return Kind(self._decoder.spec.whole, size - PROMPTS if prompt else size, prompt)
-
-    def logits(self, size: int) -> Tensor:
-        """See ``StageSteps``."""
-        return self._output(self.kind_of(size))
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:

@@ -61,7 +61,7 @@ class TracingRecorder(GraphRecorder):
     def _captured(self, steps: StageSteps, size: int) -> str:
         if not self._counts:
             # Where all leave their logits; a process that restores has it before it has graphs.
-            steps.logits(SIZES[-1])
+            steps.logits()
             self._counts.append(len(self._events))
         try:
             return super()._captured(steps, size)

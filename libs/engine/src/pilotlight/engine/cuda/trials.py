@@ -18,6 +18,9 @@ evenly before it, are stored there, and all rows see those again and again.
     row     0 ... 3        ... 7        ... 63          64 rows: each fourth one is stored
     slot    -     0            1            15
     table   [ block 0 )[ block 0 )[ block 0 )[ block 0 )
+
+A range of layers that does not begin with the embedding has hidden states in the place of tokens,
+and one that does not end with the head gives some: their bits are what is compared.
 """
 
 import hashlib
@@ -36,6 +39,8 @@ ROWS_AT_ONCE = 16
 HOST_ROWS = 2
 """So few are copied and looked at on the host: the device's kernels for it are loaded at their
 first use, which would take longer, and the first graph waits for its proof."""
+HIDDEN_STRIDE, HIDDEN_VALUES, HIDDEN_ONE = 40_503, 65_521, 32_768
+"""Hidden states of a trial: multiples of the first, modulo a prime, in units of 1 / the last."""
 _MULTIPLIER = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 """Odd, so that no bit of a product is lost; as a signed number."""
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -90,9 +95,19 @@ def prompt_trial_fields(rows: int, vocab_size: int) -> dict[str, Words]:
     }
 
 
+def trial_hidden(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Hidden states of a trial, [rows, width] on the host: numbers of [-1, 1), no two rows alike,
+    and the same bits in every process, because whole numbers of 16 bits are exact until they are
+    rounded once.
+    """
+    index = np.arange(1, rows * width + 1, dtype=np.int64)
+    numbers = (index * HIDDEN_STRIDE % HIDDEN_VALUES).astype(np.float32) / HIDDEN_ONE - 1
+    return torch.from_numpy(numbers.astype(np.float32)).view(rows, width).to(dtype)
+
+
 def digest_of(logits: Tensor) -> str:
-    """A digest over every bit of some rows of logits, computed where they are unless they are few;
-    waits for the device.
+    """A digest over every bit of some rows of logits, or of hidden states, computed where they are
+    unless they are few; waits for the device.
 
     Sums of integers, which come out the same in any order and everywhere.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from pilotlight.engine.core.batch import Batch, Segment
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.graph_device import ArchiveOnDevice
-from pilotlight.engine.cuda.graphs import SIZES, GraphSet, StageSteps
+from pilotlight.engine.cuda.graphs import SIZES, GraphSet, HasSteps
 from pilotlight.engine.cuda.indirect import Anywhere
 from pilotlight.engine.cuda.restored import RestoredGraphs
 from pilotlight.native.handles import triggered_kernels
@@ -89,11 +89,11 @@ class TriggeredGraphs(RestoredGraphs):
                 uses=uses,
             )
 
-    def begin(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def begin(self, stage: HasSteps, graphs: GraphSet) -> None:
         """See ``GraphPlan``."""
         # What has a stage's steps runs its layers, too.
-        self._runner, self._set = cast("RunsLayers", steps), graphs
-        super().begin(steps, graphs)
+        self._runner, self._set = cast("RunsLayers", stage), graphs
+        super().begin(stage, graphs)
 
     def trigger(self) -> None:
         """Runs the first layer eagerly and captures it, for each size; its parts and those before

@@ -4,6 +4,9 @@ from functools import lru_cache
 
 from pilotlight.policy.model import ModelSpec, Stage
 
+USUAL_STAGES = (2, 4)
+"""Into so many stages models are usually cut: halves and quarters."""
+
 
 def even_stages(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
     """Cut a model at layer boundaries into ``size`` stages, so that the largest has as few bytes as
@@ -18,6 +21,15 @@ def even_stages(spec: ModelSpec, size: int) -> tuple[Stage, ...]:
     if not 1 <= size <= spec.num_layers:
         raise ValueError(f"{spec.num_layers} layers cannot be cut into {size} stages")
     return _even(spec, size)
+
+
+def usual_ranges(spec: ModelSpec) -> tuple[Stage, ...]:
+    """What stages of groups usually hold: halves, then quarters, as far as there are layers for
+    them.
+    """
+    sizes = (size for size in USUAL_STAGES if size <= spec.num_layers)
+    found = (stage for size in sizes for stage in even_stages(spec, size))
+    return tuple(dict.fromkeys(found))
 
 
 @lru_cache(maxsize=4096)

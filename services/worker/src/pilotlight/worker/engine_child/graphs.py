@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING
 
 import structlog
 from blake3 import blake3
+from msgspec.structs import asdict
 
 from pilotlight.common.errors import PilotlightError, RestoreFailed
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.engine import LoadStage
-from pilotlight.common.messages.graphs import GraphsRecorded, GraphWays, StageGraphs
+from pilotlight.common.messages.graphs import (
+    ArchiveRecorded,
+    GraphsRecorded,
+    GraphWays,
+    RangeFile,
+    RangeRecorded,
+    StageGraphs,
+)
 from pilotlight.policy.ids import Digest, InstanceId
-from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout
+from pilotlight.policy.materialized import GRAPHS, Artifact, Blob, GraphLayout, range_kind
+from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
     from pilotlight.engine.compute import GraphPlan
@@ -41,7 +50,7 @@ class GraphPlans:
 
     def __init__(self) -> None:
         self._restored: dict[InstanceId, _Restored] = {}
-        self._recorders: dict[InstanceId, tuple[GraphRecorder, str]] = {}
+        self._recorders: dict[InstanceId, _Recorder] = {}
         self._gone: list[StageGraphs] = []
 
     def plan_of(self, command: LoadStage) -> "GraphPlan | None":
@@ -52,7 +61,7 @@ class GraphPlans:
         """
         if command.record:
             return self._recorder(command)
-        if command.graphs and command.artifact:
+        if command.artifact and (command.graphs or command.precomputed.ranges):
             return self._restorer(command)
         return None
 
@@ -75,18 +84,7 @@ class GraphPlans:
         if (restored := self._restored.get(instance_id)) is not None and restored.prove:
             restored.plan.prove()
         recorder = self._recorders.pop(instance_id, None)
-        if recorder is None:
-            return None
-        from pilotlight.engine.cuda.recording import NotRecorded
-
-        try:
-            made = recorder[0].record()
-        except NotRecorded as error:
-            log.warning("graphs not recorded", action="graphs_not_recorded", field=error.field)
-            return GraphsRecorded(refused=error.field, message=str(error))
-        Path(recorder[1]).write_bytes(made.archive)
-        blob = Blob(kind=GRAPHS, digest=digest_of(made.archive), size_bytes=len(made.archive))
-        return GraphsRecorded(layout=made.layout, blob=blob)
+        return None if recorder is None else recorder.record()
 
     def news(self) -> list[StageGraphs]:
         """What has changed since the last time."""
@@ -127,7 +125,9 @@ class GraphPlans:
         if ways.pointers == "indirect":
             witness = Path(ways.witness).read_bytes() if ways.witness else None
             made = TracingRecorder(witness)
-        self._recorders[command.instance_id] = made, command.record
+        self._recorders[command.instance_id] = _Recorder(
+            made, command.record, command.precomputed.ranges
+        )
         return made
 
     def _restorer(self, command: LoadStage) -> "RestoredGraphs | None":
@@ -135,19 +135,86 @@ class GraphPlans:
             artifact = decode_json(command.artifact, Artifact)
         except PilotlightError as error:
             raise RestoreFailed(f"the artifact cannot be read: {error.message}") from error
-        blob = artifact.graphs_blob
-        if artifact.graphs is None or blob is None:
-            return None
         from pilotlight.engine.cuda.fitting import RestoreNews
 
-        archive = ArchiveFile(command.graphs, blob)
-        later = command.stage != command.model.spec.whole
-        made, trigger = _restoring(command, artifact.graphs, archive, later=later)
+        made, trigger, blob = None, None, artifact.graphs_blob
+        if command.graphs and artifact.graphs is not None and blob is not None:
+            archive = ArchiveFile(command.graphs, blob)
+            later = command.stage != command.model.spec.whole
+            made, trigger = _restoring(command, artifact.graphs, archive, later=later)
+        made = _of_range(command, artifact, made) or made
+        if made is None:
+            return None
         awaited = {0, 1} if trigger is not None else set[int]()
         self._restored[command.instance_id] = _Restored(
             made, RestoreNews(), command.prove, trigger or (lambda: None), awaited
         )
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorder:
+    plan: "GraphRecorder"
+    path: str
+    ranges: tuple[RangeFile, ...]
+
+    def record(self) -> GraphsRecorded:
+        """What comes of the whole model's graphs; if any does, of those of ranges, too.
+
+        Raises:
+            OSError: an archive cannot be written.
+        """
+        came = self._recorded(None, self.path, GRAPHS)
+        ranges = self.ranges if came.blob is not None else ()
+        of_ranges = (
+            (one.layers, self._recorded(one.layers, one.path, range_kind(one.layers)))
+            for one in ranges
+        )
+        return GraphsRecorded(
+            **asdict(came),
+            ranges=tuple(RangeRecorded(layers=layers, **asdict(one)) for layers, one in of_ranges),
+        )
+
+    def _recorded(self, layers: Stage | None, path: str, kind: str) -> ArchiveRecorded:
+        from pilotlight.engine.cuda.recording import NotRecorded
+
+        try:
+            made = self.plan.record(layers)
+        except NotRecorded as error:
+            facts = {"field": error.field, "kind": kind}
+            log.warning("graphs not recorded", action="graphs_not_recorded", **facts)
+            return ArchiveRecorded(refused=error.field, message=str(error))
+        Path(path).write_bytes(made.archive)
+        blob = Blob(kind=kind, digest=digest_of(made.archive), size_bytes=len(made.archive))
+        return ArchiveRecorded(layout=made.layout, blob=blob)
+
+
+def _of_range(
+    command: LoadStage, artifact: Artifact, behind: "RestoredGraphs | None"
+) -> "RestoredGraphs | None":
+    """What restores the graphs of a stage's own range; None: it is given none.
+
+    Args:
+        command: the load.
+        artifact: what the stage is restored from.
+        behind: restores the whole model's, should the stage become it.
+    """
+    layers, precomputed = command.stage, command.precomputed
+    path = next((one.path for one in precomputed.ranges if one.layers == layers), "")
+    found = artifact.graphs_of(layers) if path else None
+    if found is None:
+        return None
+    from pilotlight.engine.cuda.restored import RestoredGraphs
+
+    layout, blob = found
+    return RestoredGraphs(
+        layout,
+        ArchiveFile(path, blob).read,
+        layers=layers,
+        behind=behind,
+        launch_lists=precomputed.launch_lists,
+        uses=precomputed.uses,
+    )
 
 
 def _restoring(
@@ -209,9 +276,9 @@ class ArchiveFile:
         from pilotlight.engine.cuda.fitting import GraphsRefused
 
         if self._descriptor < 0:
-            raise GraphsRefused(f"{self._blob.kind}_file", self._failed)
+            raise GraphsRefused(f"{self._blob.holds}_file", self._failed)
         size_bytes = os.fstat(self._descriptor).st_size
-        kind = self._blob.kind
+        kind = self._blob.holds
         if size_bytes != self._blob.size_bytes or size_bytes > self._blob.most_bytes:
             raise GraphsRefused(
                 f"{kind}_size", f"{size_bytes} bytes, and the artifact says {self._blob.size_bytes}"

@@ -162,8 +162,7 @@ class ChildLoop:
                 self._loads.restoring.prove_one(self._engine)
             self._pipelines.join()
             self._share_kv()
-            for news in (*self._loads.graphs.news(), *self._loads.kernels.news()):
-                self._send(news)
+            self._tell()
             if self._parts:
                 self._slate.write(Doing.OBEYING)
                 self._place(*self._parts.popleft())
@@ -266,7 +265,12 @@ class ChildLoop:
                 (phase.end_s for phase in loaded.phases), default=self._clock.monotonic_s()
             )
             self._prefills.loaded(command.instance_id, placed_s)
+            self._tell()
             self._send(loaded)
+
+    def _tell(self) -> None:
+        for news in (*self._loads.graphs.news(), *self._loads.kernels.news()):
+            self._send(news)
 
     def _call_off(self, command: CallOffExtend) -> None:
         error = error_of(command.code, command.message)
