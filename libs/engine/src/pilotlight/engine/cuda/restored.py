@@ -32,7 +32,6 @@ from pilotlight.engine.cuda.pace import Pace
 from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.proofs import Proofs
 from pilotlight.engine.cuda.took import Took
-from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
@@ -326,8 +325,6 @@ class RestoredGraphs:
                 if "first" not in self._took.ms:
                     self._took.until("first")
                     self._took.spent("first", device, before)
-                    # What proves larger graphs is loaded now, not at its first use in a step.
-                    digest_of(torch.zeros_like(self._steps.logits(HOST_ROWS + 1)))
             self._took.until("all")
             self._took.spent("all", device, {})
             facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self._took.ms}

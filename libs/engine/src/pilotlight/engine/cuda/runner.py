@@ -183,13 +183,11 @@ class CudaRangeRunner:
 
     def rehearse(self, inputs: Tensor) -> None:
         """Does what is around trials, and around a step that runs ahead, without a step: afterwards
-        all is as it was.
+        all is as it was. For steps that have trials.
 
         Args:
             inputs: tokens as the sampler leaves them on the device, [1].
         """
-        if not self.has_trials:
-            return
         with self.trial_inputs(PROMPTS + LENGTHS[0]):
             pass
         with self.trial_inputs(SIZES[0]):
