@@ -218,6 +218,7 @@ class Sampled:
     def __init__(self, stage: Stage = WHOLE) -> None:
         self.seen: list[object] = []
         self.refuses: RuntimeError | None = None
+        self.has_trials = True
         self.memory = SimpleNamespace(
             stage=stage,
             dtype=Dtype.BFLOAT16,
@@ -234,8 +235,8 @@ class Sampled:
     def rehearse(self, inputs: object) -> None:
         self.seen.append(inputs)
 
-    def rehearsal(self, *, steps: bool = True) -> Rehearsal:
-        return Rehearsal(cast("Any", self.memory), self, cast("Any", self) if steps else None)
+    def rehearsal(self) -> Rehearsal:
+        return Rehearsal(cast("Any", self.memory), self, self)
 
 
 SAMPLED = (1, 48), torch.bfloat16, [GREEDY]
@@ -251,7 +252,8 @@ def test_a_rehearsal_samples_nothing_and_does_what_is_around_trials_once() -> No
 
 def test_without_trials_only_the_sampler_is_rehearsed_and_ranges_have_none() -> None:
     stage, part = Sampled(), Sampled(Stage(0, 2))
-    stage.rehearsal(steps=False)()
+    stage.has_trials = False
+    stage.rehearsal()()
     part.rehearsal()()
     assert (stage.seen, part.seen) == ([SAMPLED], [])
 

@@ -47,8 +47,8 @@ def there(arena, offset, num_bytes):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("background", [False, True])
-def test_random_copies_arrive(arena, copier, fake, pinned, background):
+@pytest.mark.parametrize("manner", ["plain", "background", "alone", "all"])
+def test_random_copies_arrive(arena, copier, fake, pinned, manner):
     pick = random.Random(3)
     source, address = source_of(4 * MIB)
     if pinned:
@@ -65,7 +65,9 @@ def test_random_copies_arrive(arena, copier, fake, pinned, background):
             copies.append(Copy(address + begin, arena.address + place, length))
             expected[place : place + length] = source.raw[begin : begin + length]
             place += length
-        tickets.append(copier.submit(copies, background=background))
+        now = pick.choice(["plain", "background", "alone"]) if manner == "all" else manner
+        named = {} if now == "plain" else {now: True}
+        tickets.append(copier.submit(copies, **named))
     copier.order_before(tickets[3], 0)
     copier.wait_done(tickets[-1])
     assert there(arena, 0, 8 * MIB) == bytes(expected)
@@ -114,6 +116,25 @@ def test_a_stream_waits_for_what_is_on_its_way(arena, copier, fake):
     ticket = copier.submit([Copy(address, arena.address, 3 * SLAB)])
     copier.order_before(ticket, 0)
     assert fake.calls("cuStreamWaitEvent") - before <= 2
+
+
+@pytest.mark.parametrize(
+    ("alone", "pinned", "most"), [(False, True, 2), (True, True, 6), (True, False, 2)]
+)
+def test_more_units_are_on_their_way_where_nothing_else_wants_the_bus(
+    arena, copier, fake, alone, pinned, most
+):
+    """But none whose slab is still read."""
+    _, address = source_of(8 * SLAB)
+    if pinned:
+        copier.pin(address, 8 * SLAB)
+    before = fake.calls("cuMemcpyHtoDAsync")
+    fake.hold_events(on=True)
+    ticket = copier.submit([Copy(address, arena.address, 8 * SLAB)], alone=alone)
+    with pytest.raises(TooSlow):
+        copier.wait_done(ticket, 0.2)
+    assert fake.calls("cuMemcpyHtoDAsync") - before == most
+    fake.hold_events(on=False)
 
 
 @pytest.mark.parametrize("pinned", [False, True])

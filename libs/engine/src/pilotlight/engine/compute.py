@@ -148,7 +148,7 @@ def compute_on(
         graphs.close()
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
-    rehearsal = Rehearsal(memory, sampler, runner if plan is not None else None)
+    rehearsal = Rehearsal(memory, sampler, runner)
     return Compute(
         runner,
         sampler,

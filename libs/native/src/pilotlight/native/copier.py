@@ -18,6 +18,8 @@ NUM_STREAMS = 2
 NUM_MOVERS = 8
 """Threads that fill slabs, where memory is not pinned."""
 DEADLINE_S = 60.0
+PLAIN, BACKGROUND, ALONE = range(3)
+"""How an order is carried out, as the library knows it."""
 
 
 class Copy(NamedTuple):
@@ -89,7 +91,9 @@ class Copier:
         """
         self._library.call("copier_unpin", self._pointer, address)
 
-    def submit(self, copies: Sequence[Copy], *, background: bool = False) -> int:
+    def submit(
+        self, copies: Sequence[Copy], *, background: bool = False, alone: bool = False
+    ) -> int:
         """Orders copies; their ticket.
 
         Pinned sources are read until the order is done, others until it is on its way.
@@ -97,9 +101,12 @@ class Copier:
         Args:
             copies: joined where they lie side by side in both memories.
             background: in smaller units, one at a time, at the lowest priority.
+            alone: nothing else wants the bus: three times as many units of pinned memory are on
+                their way at once. The bus is not idle then while another thread is in the driver.
         """
+        manner = BACKGROUND if background else ALONE if alone else PLAIN
         flat = (c_uint64 * (3 * len(copies)))(*(number for copy in copies for number in copy))
-        return self._library.get("copier_submit", self._pointer, flat, len(copies), int(background))
+        return self._library.get("copier_submit", self._pointer, flat, len(copies), manner)
 
     def wait_done(self, ticket: int, timeout_s: float = DEADLINE_S) -> None:
         """Returns when all of an order has arrived.

@@ -2,7 +2,8 @@
 
 The sampler's kernels are compiled for a vocabulary and loaded at their first use, and so is what is
 around a trial: torch's kernels that put words and blocks aside, memory of the host that logits come
-to. All of it runs here on nothing of any request, so that the first token does not wait for it.
+to. All of it runs here on nothing of any request, so that the first token does not wait for it. The
+model with which a process warms up has it loaded what is the same for all models.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.proofs import Told
-from pilotlight.engine.cuda.trials import digest_of
+from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.memory import StageMemory
@@ -38,6 +39,11 @@ class Samples(Protocol):
 class Rehearses(Protocol):
     """A stage's steps. ``cuda.runner.CudaRangeRunner`` has them."""
 
+    @property
+    def has_trials(self) -> bool:
+        """See ``StageSteps.has_trials``."""
+        ...
+
     def rehearse(self, inputs: Tensor) -> None:
         """See ``CudaRangeRunner.rehearse``."""
         ...
@@ -46,13 +52,13 @@ class Rehearses(Protocol):
 class Rehearsal:
     """Of one stage."""
 
-    def __init__(self, memory: StageMemory, sampler: Samples, steps: Rehearses | None) -> None:
+    def __init__(self, memory: StageMemory, sampler: Samples, steps: Rehearses) -> None:
         """Does nothing yet.
 
         Args:
             memory: the stage's.
             sampler: the stage's.
-            steps: the stage's; None where none of them is proved by a trial.
+            steps: the stage's.
         """
         self._memory, self._sampler, self._steps = memory, sampler, steps
         self._is_over = False
@@ -73,11 +79,10 @@ class Rehearsal:
             log.warning("nothing rehearsed", action="not_rehearsed", why=str(error))
 
     def _run(self, vocab_size: int) -> None:
-        arena = self._memory.arena
-        logits = torch.zeros(
-            1, vocab_size, dtype=TORCH_DTYPES[self._memory.dtype], device=arena.device
-        )
-        tokens = self._sampler.launch(logits, [GREEDY])
-        if self._steps is not None:
+        device, dtype = self._memory.arena.device, TORCH_DTYPES[self._memory.dtype]
+        logits = torch.zeros(HOST_ROWS + 1, vocab_size, dtype=dtype, device=device)
+        tokens = self._sampler.launch(logits[:1], [GREEDY])
+        if self._steps.has_trials:
             self._steps.rehearse(tokens.inputs)
-            digest_of(Told(logits).wait())
+            digest_of(Told(logits[:1]).wait())
+            digest_of(logits)  # by the device's kernels

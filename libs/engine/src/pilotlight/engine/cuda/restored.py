@@ -39,7 +39,6 @@ from pilotlight.engine.cuda.pace import Pace
 from pilotlight.engine.cuda.prompts import length_for
 from pilotlight.engine.cuda.proofs import Proofs
 from pilotlight.engine.cuda.restore_times import RestoreTimes
-from pilotlight.engine.cuda.trials import HOST_ROWS, digest_of
 from pilotlight.engine.device.arena_protocol import Scratch
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.errors import RestoreFailed
@@ -302,7 +301,8 @@ class RestoredGraphs:
         self._tell()
 
     def _try(self, device: GraphDevice, steps: StageSteps, sizes: Iterable[int]) -> None:
-        self._proofs.ahead(steps, self._order.ready.intersection(sizes), device.launch)
+        there = [size for size in sizes if size in self._order.ready]
+        self._proofs.ahead(steps, there, device.launch)
 
     def _tell(self) -> None:
         with self._changed:
@@ -339,8 +339,6 @@ class RestoredGraphs:
                 if "first" not in self.took.steps:
                     self.took.until("first")
                     self.took.spent("first", device.spent_ms, before)
-                    # What proves larger graphs is loaded now.
-                    digest_of(torch.zeros_like(self._steps.output(HOST_ROWS + 1)))
             self.took.until("all")
             self.took.spent("all", device.spent_ms, {})
             facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self.took.steps}

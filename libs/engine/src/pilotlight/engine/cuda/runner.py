@@ -131,6 +131,11 @@ class CudaRangeRunner:
             (max(SIZES[-1], LENGTHS[-1]), spec.hidden_size), self._dtype
         )
 
+    @property
+    def has_trials(self) -> bool:
+        """See ``StageSteps``. Steps that are not fused store keys before they read them."""
+        return self._graphs is not None and self._layers.fused
+
     def steps_of(self, layers: Stage | None = None) -> RangeSteps:
         """See ``HasSteps``."""
         spec = self._decoder.spec
@@ -142,8 +147,7 @@ class CudaRangeRunner:
             prompt=self._prompt,
             hidden=self._hidden,
             partial=self._static_scratch.partial,
-            # Steps that are not fused store keys before they read them.
-            proves=self._graphs is not None and self._layers.fused,
+            proves=self.has_trials,
             run=self._padded,
             output=self._output,
         )
@@ -151,14 +155,12 @@ class CudaRangeRunner:
 
     def rehearse(self, inputs: Tensor) -> None:
         """Does what is around trials, and around a step that runs ahead, without a step: afterwards
-        all is as it was.
+        all is as it was. For steps that have trials.
 
         Args:
             inputs: tokens as the sampler leaves them on the device, [1].
         """
         steps = self.steps_of()
-        if not steps.has_trials:
-            return
         with steps.trial_inputs(prompt_size(LENGTHS[0])):
             pass
         with steps.trial_inputs(SIZES[0]):

@@ -89,7 +89,11 @@ class Streamer:
             raise EngineFailed(f"{buffer.nbytes} bytes cannot be unpinned: {error}") from error
 
     def order(
-        self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        *,
+        background: bool = False,
+        alone: bool = False,
     ) -> "OrderedCopies | None":
         """See ``PartCopier.order``.
 
@@ -99,7 +103,7 @@ class Streamer:
         if not all(is_as_stored(place, source) for place, source in stored):
             return None
         try:
-            ticket = self._copier.submit(_copies(stored), background=background)
+            ticket = self._copier.submit(_copies(stored), background=background, alone=alone)
         except NativeError as error:
             raise EngineFailed(f"parameters do not come to {self._device}: {error}") from error
         return OrderedCopies(self, ticket)

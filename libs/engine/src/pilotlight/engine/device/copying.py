@@ -36,7 +36,11 @@ class PartCopier(Protocol):
     """Fills places with stored tensors."""
 
     def order(
-        self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        *,
+        background: bool = False,
+        alone: bool = False,
     ) -> Ordered | None:
         """Has copies begin behind those that were ordered before, and waits for none of them.
 
@@ -45,6 +49,7 @@ class PartCopier(Protocol):
         Args:
             stored: as for ``fill``.
             background: as for ``fill``.
+            alone: nothing else that a device does wants the bus meanwhile.
 
         Returns:
             None where nothing copies by itself, or something is to be converted.
@@ -87,7 +92,13 @@ def is_as_stored(place: Tensor, source: Source) -> bool:
 class HostCopier:
     """Copies within the host's memory."""
 
-    def order(self, stored: Sequence[tuple[Tensor, Source]], *, background: bool = False) -> None:
+    def order(
+        self,
+        stored: Sequence[tuple[Tensor, Source]],
+        *,
+        background: bool = False,
+        alone: bool = False,
+    ) -> None:
         """See ``PartCopier.order``: the thread that asks is the one that copies."""
 
     def fill(

@@ -37,9 +37,7 @@ class KvCache:
         self._memory = memory
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.attention_scale
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        """Keys and values of each layer. Not cleared: nothing reads a slot before its request has
-        written it."""
+        self._found: dict[int, tuple[Tensor, Tensor]] | None = None
         self.resize(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
@@ -50,7 +48,7 @@ class KvCache:
             NoRoom: the device has no such memory; nothing has changed then.
         """
         self._memory.resize(num_blocks)
-        self._find_rows()
+        self._found = None
 
     def grow_towards(self, even_blocks: int, target_blocks: int) -> None:
         """Grows layer by layer: see ``KvBacking.grow_towards``.
@@ -61,7 +59,7 @@ class KvCache:
         before = self._memory.num_blocks
         self._memory.grow_towards(even_blocks, target_blocks)
         if self._memory.num_blocks > before:
-            self._find_rows()
+            self._found = None
 
     def extend(self, stage: Stage) -> None:
         """Has a longer range of layers, with as many blocks each.
@@ -72,18 +70,23 @@ class KvCache:
             NoRoom: the device has no such memory; nothing has changed then.
         """
         self._memory.extend(stage)
-        self._find_rows()
+        self._found = None
 
     def retract(self, stage: Stage) -> None:
         """Takes back an ``extend``."""
         self._memory.retract(stage)
-        self._find_rows()
+        self._found = None
 
-    def _find_rows(self) -> None:
-        stage = self._memory.stage
-        self._rows = {
-            layer: self._memory.keys_and_values(layer) for layer in range(stage.start, stage.stop)
-        }
+    @property
+    def _rows(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values of each layer. Not cleared: nothing reads a slot before its request has
+        written it. Made when they are first used, which is beside a start's copies.
+        """
+        if self._found is None:
+            stage, of = self._memory.stage, self._memory.keys_and_values
+            with torch.inference_mode(mode=False):  # They are written outside of it, too.
+                self._found = {layer: of(layer) for layer in range(stage.start, stage.stop)}
+        return self._found
 
     @property
     def _device(self) -> torch.device:

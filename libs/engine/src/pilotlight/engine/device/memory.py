@@ -5,6 +5,7 @@ layers, nothing but addresses.
 from collections.abc import Iterable
 from hashlib import blake2b
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -256,6 +257,18 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
     Raises:
         NoRoom: the model is larger than a slot.
     """
+    known = _KNOWN.setdefault(decoder, {})
+    key = arena.slot_bytes, arena.granule_bytes, arena.pool_bytes, arena.steps_bytes, stage, dtype
+    if key not in known:
+        known[key] = _laid_out(arena, decoder, stage, dtype)
+    return known[key]
+
+
+_KNOWN = WeakKeyDictionary[Decoder, dict[tuple[object, ...], SlotLayout]]()
+"""A start asks several times, and it takes a millisecond or two."""
+
+
+def _laid_out(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> SlotLayout:
     spec = decoder.spec
     shapes = [decoder.shapes(part) for part in range(spec.num_layers + 2)]
     return SlotLayout(

@@ -143,12 +143,13 @@ class Parameters:
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete, why=why)
 
     def order(self, parts: Mapping[int, Mapping[str, Source]]) -> None:
-        """Has copies of parts begin that are placed later, where something copies by itself. Their
-        buffers have to stay until then. What is wrong with one is said when it is placed.
+        """Has copies of parts begin that are placed later, where something copies by itself, while
+        no batches run. Their buffers have to stay until then. What is wrong with one is said when
+        it is placed.
         """
         for part, tensors in parts.items():
             with suppress(EngineError):
-                self._order(part, tensors, background=False)
+                self._order(part, tensors, background=False, alone=True)
 
     def _from_neighbour(
         self,
@@ -193,12 +194,20 @@ class Parameters:
             return error.message
         return "" if found == expected else "what came is of another model"
 
-    def _order(self, part: int, tensors: Mapping[str, Source], *, background: bool) -> None:
+    def _order(
+        self,
+        part: int,
+        tensors: Mapping[str, Source],
+        *,
+        background: bool,
+        alone: bool = False,
+    ) -> None:
         """Has a part's copies begin, where something copies by itself."""
         if part not in self.parts or part in self._placed or part in self._ordered:
             return
         stored = self._stored(part, tensors)
-        if (ordered := self._memory.copier.order(stored, background=background)) is not None:
+        copier = self._memory.copier
+        if ordered := copier.order(stored, background=background, alone=alone):
             self._ordered[part] = ordered
 
     def _stored(self, part: int, tensors: Mapping[str, Source]) -> list[tuple[Tensor, Source]]:

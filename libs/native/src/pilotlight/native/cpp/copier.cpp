@@ -2,7 +2,9 @@
 //
 //     orders    [ part 3: tensors )[ part 4: tensors )[ part 5 ...
 //     units     [ 16 MiB )[ 16 MiB )[ 16 MiB )[ ...           several small copies are one unit, a large one is several
-//     in flight           [ unit )[ unit )                     never more than two: whatever else wants the bus waits for no more
+//     in flight           [ unit )[ unit )                     never more than two: whatever else wants the bus waits for no more;
+//                                                              six of an order that is alone, so that the bus has some to do while
+//                                                              another thread is in the driver
 //
 // What lies in pinned memory goes from where it is; what does not goes through a ring of pinned slabs, filled while the units before it are
 // on their way.
@@ -30,9 +32,11 @@ struct Piece {
     bool pinned;
 };
 
+enum Manner { PLAIN, BACKGROUND, ALONE };  // as Python gives it
+
 struct Order {
     std::uint64_t ticket;
-    bool background;
+    Manner manner;
     std::vector<Piece> pieces;
 };
 
@@ -46,7 +50,7 @@ struct Issued {
 };
 
 constexpr std::uint64_t MAX_GAP_BYTES = 64;
-constexpr std::size_t BACKGROUND_UNIT_BYTES = 4 << 20;
+constexpr std::size_t BACKGROUND_UNIT_BYTES = 4 << 20, ALONE_DEPTH = 6;
 
 }  // namespace
 
@@ -70,7 +74,7 @@ class Copier {
             PILOTLIGHT_TRY(driver().mem_host_alloc(&slab, slab_bytes_, CU_MEMHOSTREGISTER_PORTABLE));
             slabs_.push_back(static_cast<char *>(slab));
         }
-        for (std::size_t index = 0; index <= depth_; index++) {
+        for (std::size_t index = 0; index <= std::max(depth_, ALONE_DEPTH); index++) {
             CUevent event = nullptr;
             PILOTLIGHT_TRY(driver().event_create(&event, CU_EVENT_DISABLE_TIMING));
             events_.push_back(event);
@@ -123,9 +127,9 @@ class Copier {
         return OK;
     }
 
-    std::uint64_t submit(const std::uint64_t *copies, int count, bool background) {
+    std::uint64_t submit(const std::uint64_t *copies, int count, Manner manner) {
         Order order;
-        order.background = background;
+        order.manner = manner;
         {
             std::lock_guard guard(lock_);
             for (int index = 0; index < count; index++) add(order, copies[3 * index], copies[3 * index + 1], copies[3 * index + 2]);
@@ -230,7 +234,7 @@ class Copier {
     }
 
     int carry_out(const Order &order, std::unique_lock<std::mutex> &guard) {
-        std::size_t unit_bytes = order.background ? std::min<std::size_t>(BACKGROUND_UNIT_BYTES, slab_bytes_) : slab_bytes_;
+        std::size_t unit_bytes = order.manner == BACKGROUND ? std::min<std::size_t>(BACKGROUND_UNIT_BYTES, slab_bytes_) : slab_bytes_;
         std::vector<Piece> unit;
         std::size_t filled = 0;
         for (const Piece &piece : order.pieces) {
@@ -241,17 +245,25 @@ class Copier {
                 filled += now;
                 if (filled == unit_bytes) {
                     if (stopping_ || withdrawn_.count(order.ticket)) return OK;
-                    if (int failed = issue(unit, order.background, guard)) return failed;
+                    if (int failed = issue(unit, order.manner, guard)) return failed;
                     unit.clear();
                     filled = 0;
                 }
             }
         }
-        return unit.empty() || withdrawn_.count(order.ticket) ? OK : issue(unit, order.background, guard);
+        return unit.empty() || withdrawn_.count(order.ticket) ? OK : issue(unit, order.manner, guard);
     }
 
-    int issue(const std::vector<Piece> &unit, bool background, std::unique_lock<std::mutex> &guard) {
-        // The slab's last unit has arrived: it was waited for before the unit before this one was issued.
+    int issue(const std::vector<Piece> &unit, Manner manner, std::unique_lock<std::mutex> &guard) {
+        std::size_t limit = manner == BACKGROUND ? 1 : manner == ALONE ? std::max(depth_, ALONE_DEPTH) : depth_;
+        bool pinned = true;
+        for (const Piece &piece : unit) pinned = pinned && piece.pinned;
+        if (!pinned) {
+            // Then the last unit that went through the slab, which is as many before this one as there are slabs, has arrived.
+            limit = std::min(limit, depth_);
+            while (in_flight_.size() > depth_)
+                if (int failed = await_oldest(guard)) return failed;
+        }
         char *slab = slabs_[next_unit_ % slabs_.size()];
         std::vector<HostMove> moves;
         std::vector<Piece> sent;
@@ -275,11 +287,10 @@ class Copier {
             moving_ = 0;
             changed_.notify_all();
         }
-        std::size_t limit = background ? 1 : depth_;
         while (in_flight_.size() >= limit)
             if (int failed = await_oldest(guard)) return failed;
         if (withdrawn_.count(carried_out_)) return OK;
-        CUstream stream = background ? streams_.back() : streams_[next_unit_ % num_streams_];
+        CUstream stream = manner == BACKGROUND ? streams_.back() : streams_[next_unit_ % num_streams_];
         for (const Piece &piece : sent) PILOTLIGHT_TRY(driver().memcpy_htod_async(piece.to, piece.from, piece.bytes, stream));
         calls_ += sent.size();
         CUevent event = events_.back();
@@ -355,8 +366,8 @@ PILOTLIGHT_EXPORT int pilotlight_copier_pin(Copier *copier, std::uint64_t start,
 PILOTLIGHT_EXPORT int pilotlight_copier_unpin(Copier *copier, std::uint64_t start) { return copier->unpin(start); }
 
 // `copies` is count times (from, to, bytes); the ticket is what the order is asked about by.
-PILOTLIGHT_EXPORT std::uint64_t pilotlight_copier_submit(Copier *copier, const std::uint64_t *copies, int count, int background) {
-    return copier->submit(copies, count, background != 0);
+PILOTLIGHT_EXPORT std::uint64_t pilotlight_copier_submit(Copier *copier, const std::uint64_t *copies, int count, int manner) {
+    return copier->submit(copies, count, static_cast<Manner>(manner));
 }
 PILOTLIGHT_EXPORT int pilotlight_copier_wait(Copier *copier, std::uint64_t ticket, double seconds) {
     return copier->wait(ticket, true, seconds);

@@ -10,7 +10,7 @@ from pilotlight.common.messages.engine import CommandFrame, PlacePart
 from pilotlight.policy.ids import InstanceId
 
 RECEIVE_BYTES = 1024 * 1024
-EARLY_PARTS = 16
+EARLY_PARTS = 24
 """Of a stage, whose copies begin as soon as it is set up: as much as the bus has to do while
 recorded kernels are read and the first token is rehearsed."""
 
