@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from random_models import spec_of
 
 from pilotlight.engine.cuda.graphs import SIZES
+from pilotlight.policy.model import Dtype
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
@@ -294,3 +297,20 @@ async def test_the_tensors_of_a_builds_parts_lie_in_their_file(tmp_path: Path) -
         assert ready.tensors
         assert all(one.offset + one.size_bytes <= size_bytes for one in ready.tensors)
     assert (parts, size_bytes % 4096) == (4, 0)
+
+
+@pytest.mark.anyio
+async def test_a_build_is_taken_apart_in_engines_of_their_own(tmp_path: Path) -> None:
+    from medusa_offline import Source, measure, model_of
+
+    from pilotlight.worker.engines.child_process import ChildOptions
+
+    spec = replace(spec_of("qwen2", Dtype.BFLOAT16), max_context_tokens=64)
+    model = replace(model_of("tiny"), spec=spec)
+    source = Source(spec, tmp_path / "pool")
+    told = await measure(model, source, ChildOptions(threads=1, log_path=tmp_path / "log"))
+    steps = ("start_s", "load_s", "prefill_s", "decode_s", "canary_s", "validate_s", "store_s")
+    assert all(told[name] >= 0.0 for name in steps)
+    assert told["total_s"] == pytest.approx(sum(told[name] for name in steps))
+    assert (told["tries"], told["steps"], told["graphs_refused"]) == (1, 0, "")
+    assert told["bytes"] > 0
