@@ -1,8 +1,8 @@
 """Rows of ``bench/medusa.py``: lines as they come, measurements in ``bench/results`` afterwards.
 
-``python medusa_rows.py RESULTS LINES ...`` (``make bench-medusa-results``) puts what LINES have into
-RESULTS, in the place of what was measured of the same shape in the same way, and prints the table
-of the loading phases: each figure keeps the commit and the machine that it comes from.
+``python medusa_rows.py RESULTS LINES ...`` (``make bench-medusa-results``) puts what LINES have
+into RESULTS, in the place of what was measured of the same shape in the same way, and prints the
+table of the loading phases: each figure keeps the commit and the machine that it comes from.
 """
 
 import json

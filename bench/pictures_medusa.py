@@ -1,5 +1,5 @@
-"""Pictures of ``bench/results/medusa.json`` and ``medusa_traces.json``: MEDUSA's figures 7 to 11, as
-ours.
+"""Pictures of ``bench/results/medusa.json`` and ``medusa_traces.json``: MEDUSA's figures 7 to 11,
+as ours.
 """
 
 from collections.abc import Mapping
