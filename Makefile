@@ -209,7 +209,8 @@ bench-medusa-traces:  ## first tokens under Poisson arrivals in simulated time, 
 	@$(PY) bench/medusa_traces.py $(if $(LINES),--lines "$(LINES)") $(if $(SHAPE),--shape $(SHAPE)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 bench-medusa-results:  ## what bench-medusa wrote into LINES="FILE ..." becomes part of bench/results, with the traces and the pictures made from it; prints its table: SHAPE=
-	@$(or $(PYTHON),$(PY)) bench/medusa_rows.py bench/results/medusa.json $(LINES)
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/medusa_rows.py bench/results/medusa.json $(LINES)
 	@$(MAKE) --no-print-directory bench-medusa-traces LINES=bench/results/medusa.json OUT=bench/results/medusa_traces.json
 	@$(MAKE) --no-print-directory bench-pictures
 
