@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -204,9 +204,15 @@ bench-materialize:  ## what recorded graphs save a start on this machine's GPU, 
 bench-medusa:  ## the loading phase of the ten models of MEDUSA's table on this machine's GPU, by stage and way, with nodes of graphs and builds by part, as JSON; goes on where LINES=FILE ends: SHAPES=, WAYS=, SECONDS=, OUT=, COMMIT=, VLLM=interpreter; PYTHON= as above
 	@$(or $(PYTHON),$(PY)) bench/medusa.py $(if $(SHAPES),--shapes $(SHAPES)) $(if $(WAYS),--ways $(WAYS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(VLLM),--vllm "$(VLLM)") $(if $(LINES),--lines "$(LINES)") $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
-bench-medusa-traces:  ## first tokens under Poisson arrivals in simulated time, by how models are loaded, from what bench-medusa wrote into LINES=FILE, as JSON: SHAPE=, OUT=, COMMIT=
+bench-medusa-traces:  ## first tokens under Poisson arrivals in simulated time, by how models are loaded, from what bench-medusa measured (bench/results, or LINES=FILE), as JSON: SHAPE=, OUT=, COMMIT=
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/medusa_traces.py $(if $(LINES),--lines "$(LINES)") $(if $(SHAPE),--shape $(SHAPE)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
+
+bench-medusa-results:  ## what bench-medusa wrote into LINES="FILE ..." becomes part of bench/results, with the traces and the pictures made from it; prints its table: SHAPE=
+	@tools/bootstrap.sh runtime
+	@$(PY) bench/medusa_rows.py bench/results/medusa.json $(LINES)
+	@$(MAKE) --no-print-directory bench-medusa-traces LINES=bench/results/medusa.json OUT=bench/results/medusa_traces.json
+	@$(MAKE) --no-print-directory bench-pictures
 
 bench-dataplane:  ## fetch beside its peers, aggregated bandwidth, chains, serving beside one, as JSON; needs root. PEERS=interpreter, ROUNDS=, PARTS=
 	@tools/bootstrap.sh dev

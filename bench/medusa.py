@@ -20,8 +20,11 @@ figure is of a process of its own, in which the libraries are up when the clock 
 
 ``record`` goes before all of a shape: what the others restore, and the nodes of 35 graphs.
 
-Rows are appended to LINES as they come; those that are there are not measured again. OUT has all in
-the form of ``bench/results``. The exit status is 1 when a row is missing or failed, or a floor was
+Rows are appended to LINES as they come, and what is there is not measured again: so a run goes on
+where the one before it ended, in parts of SECONDS. First come the ways of our engine, shape by
+shape, then vLLM's, which take minutes. A row is not begun when there is less time than one of its
+way took before. OUT has all in the form of ``bench/results``. A shape that does not fit the GPU is
+left out by name. The exit status is 1 when a row is missing or failed, or a floor was
 missed: ``ours`` 70 % below ``plain`` and 50 times faster than ``vllm``; a build in 60 s; steps
 beside a restore 1.05 (median) and 1.25 times (90th percentile) as long as without.
 """
@@ -29,19 +32,17 @@ beside a restore 1.05 (median) and 1.25 times (90th percentile) as long as witho
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import product
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from typing import Any
 
-from medusa_shapes import MEDUSA_SHAPES
+from medusa_rows import WAYS, Row, Rows, document, medians_of, read, take
+from medusa_shapes import MEDUSA_SHAPES, needed_gib
 from served_gpu import commit, machine
 
 HERE = Path(__file__).resolve().parent
@@ -50,32 +51,13 @@ JOB, OFFLINE, VLLM, POINTERS = (
 )
 SIZES = (1, 2, 4, *range(8, 257, 8))
 """Rows of captured steps, as the engine and the paper have them."""
-WHAT = {
-    "record": "what is recorded: nodes of 35 graphs, bytes",
-    "plain": "the loading phase without materialization, kernels compiled before",
-    "plain-cold": "the loading phase without materialization, nothing compiled before",
-    "witness": "the same steps recorded where the arena lies elsewhere",
-    "pointers": "what is recorded with what each address points to",
-    "medusa": "the loading phase as MEDUSA has it: pointers, triggering, room before weights",
-    "first-layer": "room first, then the first layer's 35 sizes beside the weights",
-    "ours": "the loading phase with everything materialized",
-    "serving": "decode steps beside a restore, times as long as alone",
-    "steps": "steps of one and of 16 requests, eagerly and as graphs, and a prompt",
-    "offline": "a build by part",
-    "vllm-cold": "vLLM's loading phase, nothing compiled before",
-    "vllm": "vLLM's loading phase, compiled before",
-    "vllm-eager": "vLLM's loading phase without graphs",
-}
-WAYS = tuple(WHAT)
 TRACED = ("witness", "pointers", "medusa")
 """Ways of ``medusa_pointers.py``, of which each needs the one before it."""
 RECORDED = {"plain", "first-layer", "ours", "serving", "steps"}
 """Ways that need what was recorded: graphs and kernels, or compiled ones on disk."""
-SMALL = ("qwen1.5-0.5b", "qwen1.5-1.8b", "qwen1.5-4b", "yi-6b")
-SECONDS, LEAST_S = 270.0, 10.0
+SECONDS, LEAST_S = 540.0, 10.0
 JOB_S, OFFLINE_S, VLLM_S = 90.0, 200.0, 200.0
 PLAIN_SHARE, VLLM_TIMES, OFFLINE_FLOOR_S, MEDIAN_TIMES, P90_TIMES = 0.3, 50.0, 60.0, 1.05, 1.25
-Row = dict[str, Any]
 
 
 @dataclass
@@ -88,20 +70,31 @@ class Run:
     vllm: str
     """An interpreter; empty: there is none."""
     seconds: float
+    about: Mapping[str, str]
+    """What each row says of where it comes from."""
     began_s: float = field(default_factory=time.monotonic)
-    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict[tuple[str, str], list[Row]])
+    rows: Rows = field(default_factory=Rows)
     missing: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         """Takes over the rows that are there."""
         if self.lines.exists():
-            for line in self.lines.read_text().splitlines():
-                self._take(json.loads(line))
+            self.rows = read(self.lines)
 
     @property
     def left_s(self) -> float:
         """Until no other row begins."""
         return self.seconds - (time.monotonic() - self.began_s)
+
+    def expected_s(self, way: str) -> float:
+        """What a row of this way takes: the longest of those that there are."""
+        took = [
+            row.get("wall_s", 0.0)
+            for (one, _), rows in self.rows.items()
+            if one == way
+            for row in rows
+        ]
+        return max(LEAST_S, *took, 0.0)
 
     def ways_of(self, shape: str, ways: Sequence[str]) -> list[str]:
         """What is still to be measured, in the order in which one needs the other."""
@@ -133,9 +126,10 @@ class Run:
     def measure(self, way: str, shape: str) -> None:
         """One row more."""
         name = f"{way} {shape}"
-        if self.left_s < LEAST_S:
-            self.missing.append(f"{name}: {self.seconds:g} s are over")
+        if self.left_s < self.expected_s(way):
+            self.missing.append(f"{name}: {self.seconds:g} s are over, or will be before its end")
             return
+        began_s = time.monotonic()
         command, variables, limit_s = self._job(way, shape)
         try:
             job = subprocess.run(
@@ -152,15 +146,13 @@ class Run:
         if job.returncode or not job.stdout.strip():
             self.missing.append(f"{name}: exit status {job.returncode}")
             return
-        row = {"way": way, "shape": shape, **json.loads(job.stdout.splitlines()[-1])}
+        told = json.loads(job.stdout.splitlines()[-1])
+        wall_s = time.monotonic() - began_s
+        row: Row = {"way": way, "shape": shape, **self.about, **told, "wall_s": wall_s}
         with self.lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), file=sys.stderr, flush=True)
-        self._take(row)
-
-    def _take(self, row: Row) -> None:
-        told = {name: each for name, each in row.items() if name not in ("way", "shape")}
-        self.rows.setdefault((row["way"], row["shape"]), []).append(told)
+        take(self.rows, row)
 
     def _job(self, way: str, shape: str) -> tuple[list[str], dict[str, str], float]:
         """How a row is measured: a command, its variables, its most seconds."""
@@ -196,29 +188,23 @@ def write_config(shape: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config_of(spec_of(shape))))
 
 
-def document(rows: Mapping[tuple[str, str], Sequence[Row]], about: dict[str, str]) -> Row:
-    """In the form of ``bench/results``."""
-    measurements: list[Row] = []
-    for (way, shape), each in rows.items():
-        numbers = [
-            name
-            for name, value in each[0].items()
-            if not isinstance(value, str) and all(name in row for row in each)
-        ]
-        samples = {name: [round(row[name], 4) for row in each] for name in numbers}
-        medians = {name: statistics.median(values) for name, values in samples.items()}
-        said = {name: value for name, value in each[-1].items() if isinstance(value, str) and value}
-        named = {"what": f"{WHAT[way]}, {shape}", **about, "unit": "s, and counts", **said}
-        measurements.append({**named, "samples": samples, "medians": medians})
-    return {"benchmark": "medusa", "measurements": measurements}
+def device_gib() -> float | None:
+    """Memory of the smallest GPU that there is; None: there is none."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return None
+    sizes = [float(line) / 1024 for line in told.splitlines() if line.strip().isdigit()]
+    return min(sizes, default=None)
 
 
-def floors(rows: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[str]:
+def floors(rows: Rows) -> Iterator[str]:
     """What was missed."""
 
     def median(way: str, shape: str, name: str = "total_s") -> float | None:
-        found = [row[name] for row in rows.get((way, shape), ())]
-        return statistics.median(found) if found else None
+        found = rows.get((way, shape))
+        return medians_of(found)[name] if found else None
 
     for shape in MEDUSA_SHAPES:
         ours, plain, vllm = (median(way, shape) for way in ("ours", "plain", "vllm"))
@@ -235,14 +221,25 @@ def floors(rows: Mapping[tuple[str, str], Sequence[Row]]) -> Iterator[str]:
                 yield f"{shape}: steps beside a restore, {name} {beside:.2f}"
 
 
+def parts_of(shapes: Sequence[str], ways: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """What is measured together: all of a shape, but for vLLM, whose parts come last."""
+    of_vllm = [way for way in ways if way.startswith("vllm")]
+    ours = [way for way in ways if way not in of_vllm]
+    for part in (ours, of_vllm):
+        if part:
+            yield from ((shape, part) for shape in shapes)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write after each row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=tuple(MEDUSA_SHAPES), default=list(SMALL))
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(MEDUSA_SHAPES), default=list(MEDUSA_SHAPES)
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="until no other row begins")
     parser.add_argument("--vllm", default="", help="an interpreter that has it")
     parser.add_argument("--lines", type=Path, default=Path("medusa.jsonl"), help="goes on there")
     parser.add_argument("--out", type=Path, default=Path("medusa.json"))
@@ -259,19 +256,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "date": datetime.now(UTC).date().isoformat(),
     }
     asked.recorded.mkdir(parents=True, exist_ok=True)
-    run = Run(asked.recorded, asked.lines, asked.vllm, asked.seconds)
-    for shape in asked.shapes:
-        for way in run.ways_of(shape, asked.ways):
+    run = Run(asked.recorded, asked.lines, asked.vllm, asked.seconds, about)
+    there_gib = device_gib()
+    for shape, ways in parts_of(asked.shapes, asked.ways):
+        if there_gib is not None and needed_gib(shape) > there_gib:
+            print(
+                f"{shape} is left out: it needs {needed_gib(shape):.0f} GiB, and the GPU has {there_gib:.0f}",
+                file=sys.stderr,
+            )
+            continue
+        for way in run.ways_of(shape, ways):
             if way in RECORDED and not run.recorded(shape):
                 run.missing.append(f"{way} {shape}: nothing was recorded")
                 continue
             run.measure(way, shape)
-            asked.out.write_text(json.dumps(document(run.rows, about), indent=2) + "\n")
-    run.missing += [
-        f"{way} {shape}: no interpreter has vLLM"
-        for way, shape in product(asked.ways, asked.shapes)
-        if way.startswith("vllm") and not run.vllm
-    ]
+            asked.out.write_text(json.dumps(document(run.rows), indent=2) + "\n")
+    if not run.vllm:
+        of_vllm = [way for way in asked.ways if way.startswith("vllm")]
+        run.missing += [f"{way}: no interpreter has vLLM" for way in of_vllm]
     missed = [*run.missing, *floors(run.rows)]
     for line in missed:
         print(line, file=sys.stderr)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,30 +128,30 @@ def main() -> None:
     model = model_of(shape)
     pool = Path("/dev/shm") / f"pilotlight-medusa-{os.getpid()}"
     try:
-        told = asyncio.run(measure(model, Source(model.spec, pool), folder / f"{shape}.build.log"))
+        options = options_of(folder / f"{shape}.build.log")
+        told = asyncio.run(measure(model, Source(model.spec, pool), options))
     finally:
         pool.unlink(missing_ok=True)
     print(json.dumps(told))
 
 
-async def measure(model: Model, source: Any, log_path: Path) -> Told:
-    """What the parts of its build take."""
+def options_of(log_path: Path) -> ChildOptions:
+    """Engines on the GPU that this process is shown."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
     gpu = shown or list_gpus()[0].uuid
+    return ChildOptions(threads=2, log_path=log_path, device=DeviceKind.CUDA, cuda_devices=(gpu,))
+
+
+async def measure(model: Model, source: Any, options: ChildOptions) -> Told:
+    """What the parts of its build take, in engines by these options."""
 
     def make(
         *, record_images: bool = False, note_kernels: bool = False, witness: bool = False
     ) -> BuildSession:
-        options = ChildOptions(
-            threads=2,
-            log_path=log_path,
-            device=DeviceKind.CUDA,
-            cuda_devices=(gpu,),
-            record_images=record_images,
-            note_kernels=note_kernels,
-            witness=witness,
+        each = replace(
+            options, record_images=record_images, note_kernels=note_kernels, witness=witness
         )
-        return BuildSession(ProcessEngine(options), source, WorkerId("bench"))
+        return BuildSession(ProcessEngine(each), source, WorkerId("bench"))
 
     session = make()
     environment = (await session.start()).environment

@@ -43,6 +43,28 @@ MEDUSA_SHAPES = {
     "yi-6b": _shape(LLAMA, 64_000, 32, 4096, (32, 4), 11_008),
     "yi-9b": _shape(LLAMA, 64_000, 48, 4096, (32, 4), 11_008),
 }
+KV_TOKENS = 32_768
+"""Room that the bench's models have."""
+WORK_GIB = 4.0
+"""For the context, libraries, graphs, and what a pass of 8,192 tokens takes."""
+
+
+def parameters_gib(shape: str) -> float:
+    """Of its parameters in bfloat16; biases and norms, which are nothing, are left out."""
+    one = MEDUSA_SHAPES[shape]
+    hidden, heads = one["hidden_size"], (one["num_heads"], one["num_kv_heads"])
+    projections = 2 * (heads[0] + heads[1]) * one["head_dim"] + 3 * one["intermediate_size"]
+    numbers = hidden * (2 * one["vocab_size"] + one["num_layers"] * projections)
+    return 2 * numbers / (1 << 30)
+
+
+def needed_gib(shape: str) -> float:
+    """What a GPU has to have for it: parameters, KV, and all the rest."""
+    one = MEDUSA_SHAPES[shape]
+    kv = 4 * KV_TOKENS * one["num_layers"] * one["num_kv_heads"] * one["head_dim"]
+    return parameters_gib(shape) + kv / (1 << 30) + WORK_GIB
+
+
 PAPER_GIB = {
     "llama2-7b": 12.6,
     "llama2-13b": 24.2,

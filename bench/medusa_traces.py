@@ -1,14 +1,15 @@
 """MEDUSA's Figures 10 and 11 in simulated time: first tokens under Poisson arrivals, with cold
 starts among them, by how models are loaded: ``make bench-medusa-traces``.
 
-Reads what ``bench/medusa.py`` measured of a shape (LINES): how long a loading phase takes, from the
-command to ready, weights in host memory; what steps and prompts take. The simulator's cluster runs
+Reads what ``bench/medusa.py`` measured of a shape (LINES: its lines, or a file of results): how
+long a loading phase takes, from the command to ready, weights in host memory; what steps and
+prompts take. The simulator's cluster runs
 the scheduler's own decisions: one node with four devices, as in the paper, and more models than
 places, so that they start and go all the time. Lengths are log-normal with the means that the paper
 gives of ShareGPT (161 and 338 tokens). Strategies:
 
 * ``plain``: everything is profiled, compiled or loaded, and captured before a model is ready;
-* ``medusa``: in MEDUSA's order; the building of graphs is as our way does it (``rebuild_s``);
+* ``medusa``: MEDUSA's way whole, where that was measured;
 * ``ours``: everything materialized;
 * ``eager``: as ``plain`` without captures, and without graphs afterwards.
 
@@ -26,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from medusa_rows import medians_of, read
 from medusa_shapes import MEDUSA_SHAPES
 from served_gpu import commit, machine
 
@@ -43,10 +45,11 @@ from pilotlight.sim.cluster.scenario import (
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338
 """In mean, of ShareGPT: MEDUSA, section 2.2."""
 DEVICES, MODELS, MAX_BATCH, KEEP_ALIVE_S = 4, 8, 32, 15.0
-RATES, SECONDS, SEEDS = (1.0, 2.0, 5.0, 10.0, 20.0), 600.0, (1, 2)
+RATES, SECONDS, SEEDS = (1.0, 2.0, 5.0, 10.0, 20.0), 200.0, (1, 2)
 AT_ONCE = 1e6
 """GiB/s and Gbit/s of what takes no time here: the loading phase has the weights in it."""
 STRATEGIES = ("plain", "medusa", "ours", "eager")
+RESULTS = Path(__file__).resolve().parent / "results" / "medusa.json"
 Rows = Mapping[str, Mapping[str, float]]
 
 
@@ -64,21 +67,9 @@ class Strategy:
     prefill_tokens_per_s: float
 
 
-def rows_of(lines: str, shape: str) -> dict[str, dict[str, float]]:
+def rows_of(path: Path, shape: str) -> dict[str, dict[str, float]]:
     """Of a shape, medians by way."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for line in lines.splitlines():
-        row = json.loads(line)
-        if row["shape"] == shape:
-            found.setdefault(row["way"], []).append(row)
-    return {
-        way: {
-            name: statistics.median(row[name] for row in rows)
-            for name, value in rows[0].items()
-            if isinstance(value, int | float)
-        }
-        for way, rows in found.items()
-    }
+    return {way: medians_of(rows) for (way, one), rows in read(path).items() if one == shape}
 
 
 def strategies_of(rows: Rows) -> tuple[Strategy, ...]:
@@ -87,17 +78,18 @@ def strategies_of(rows: Rows) -> tuple[Strategy, ...]:
     Raises:
         SystemExit: something was not.
     """
-    if missing := [way for way in ("plain", "first-layer", "ours", "steps") if way not in rows]:
+    if missing := [way for way in ("plain", "ours", "steps") if way not in rows]:
         raise SystemExit(f"not measured: {', '.join(missing)}")
     plain, ours, steps = rows["plain"], rows["ours"], rows["steps"]
     ready_s = {
         "plain": plain["total_s"],
-        "medusa": rows["first-layer"]["total_s"] + ours["rebuild_s"],
         "ours": ours["total_s"],
         "eager": plain["total_s"] - plain["warm_up_s"] - plain["capture_s"],
     }
+    if "medusa" in rows:
+        ready_s["medusa"] = rows["medusa"]["total_s"]
     made: list[Strategy] = []
-    for name in STRATEGIES:
+    for name in (one for one in STRATEGIES if one in ready_s):
         kind = "eager" if name == "eager" else "graph"
         one, many = steps[f"{kind}_1_s"], steps[f"{kind}_16_s"]
         made.append(
@@ -180,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lines", type=Path, default=Path("medusa.jsonl"))
+    parser.add_argument("--lines", type=Path, default=RESULTS)
     parser.add_argument("--shape", choices=tuple(MEDUSA_SHAPES), default="qwen1.5-4b")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of arrivals")
@@ -188,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("medusa_traces.json"))
     parser.add_argument("--commit", default=commit(), help="hash and date, where it is no checkout")
     asked = parser.parse_args(arguments)
-    rows = rows_of(asked.lines.read_text(), asked.shape)
+    rows = rows_of(asked.lines, asked.shape)
     strategies = strategies_of(rows)
     changed, _, changed_date = asked.commit.partition(" ")
     about = {

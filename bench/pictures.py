@@ -18,6 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pictures_cache import draw_drift, draw_mix, draw_paper
 from pictures_groups import draw_bursts, draw_ladder, draw_stages, draw_tokens
+from pictures_medusa import (
+    draw_build,
+    draw_loading,
+    draw_rates,
+    draw_throughput,
+    has_build,
+    medusa_height,
+)
+from pictures_medusa import draw_stages as draw_loading_stages
 from pictures_scheduler import draw_attainment, draw_burst
 
 Measurements = dict[str, dict[str, Any]]
@@ -356,6 +365,25 @@ def main() -> None:
                 partial(draw, measurements=results["scheduler"]),
                 folder / f"scheduler-{name}.svg",
             )
+    draw_medusa(results, folder)
+
+
+def draw_medusa(results: Results, folder: Path) -> None:
+    """The pictures of MEDUSA's figures that were measured."""
+    loading, traces = results.get("medusa", {}), results.get("medusa_traces", {})
+    pictures: dict[str, tuple[Callable[..., None], Measurements]] = {
+        "loading": (draw_loading, loading),
+        "stages": (draw_loading_stages, loading),
+        "build": (draw_build, loading if has_build(loading) else {}),
+        "rates": (draw_rates, traces),
+        "throughput": (draw_throughput, traces),
+    }
+    for name, (draw, measurements) in pictures.items():
+        if measurements:
+            rows = name in ("loading", "build")
+            height = medusa_height(measurements, build=name == "build") if rows else SIZE[1]
+            size = (SIZE[0], height)
+            save(partial(draw, measurements=measurements), folder / f"medusa-{name}.svg", size)
 
 
 if __name__ == "__main__":

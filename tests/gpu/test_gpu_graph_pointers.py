@@ -39,6 +39,7 @@ def test_every_way_gives_the_bits_of_the_captured_graphs(
         facts = {name: told[name] for name in ("taken", "from_images", "took_ms")}
         record_property(kind, {**facts, "first_from_image": told["first_from_image"]})
         assert before["kinds"][kind]["prompts_refused"] == "", kind
+        assert before["kinds"][kind]["structures"] == [], kind
         assert (told["refused"], told["message"], told["failed"]) == ("", "", ""), kind
         assert (told["ready"], told["proved"]) == (GRAPHS, GRAPHS), kind
         expected = before["kinds"][kind]["captured"]

@@ -42,6 +42,18 @@ def test_a_norm_adds_the_residual(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width"), [(1, 2560), (16, 1000), (300, 48)])
+def test_rows_are_those_that_torch_takes(
+    device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype, count: int, width: int
+) -> None:
+    table = fresh(1013, width).to(dtype)
+    # The last row, rows that come twice, and none in order.
+    places = ((torch.arange(count) * 7919 + 1012) % 1013).to(torch.int32)
+    taken = elementwise.rows_at(places.to(device, copy=True), table.to(device, copy=True))
+    assert torch.equal(taken.cpu(), torch.nn.functional.embedding(places, table))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_open(device: torch.device, fresh: Callable[..., Tensor], dtype: torch.dtype) -> None:
     both = fresh(5, 2 * 1300).to(dtype)
     gates, ups = both.double().chunk(2, dim=-1)

@@ -33,12 +33,15 @@ from pilotlight.engine.cuda.tracing import TracingRecorder
 from pilotlight.engine.cuda.triggering import TriggeredGraphs
 from pilotlight.engine.errors import RestoreFailed
 from pilotlight.native.handles import SymbolKernels
+from pilotlight.native.pointers import nodes_of
 from pilotlight.policy.materialized import GraphLayout
 
 WAYS = ("addresses", "indirect", "symbol", "trigger", "indirect-trigger")
 ELSEWHERE, WITNESS_SLOT = 1, 3
 """Of ``ADDRESSES``; slots differ, too, so that distances are no powers of two."""
 READY_S = 120.0
+ROWS_OF_TORCH = "indexSelect"
+"""Kernels that take structures by value of which they read a part."""
 
 
 def witness(folder: Path) -> dict[str, Any]:
@@ -67,6 +70,9 @@ def record(folder: Path) -> dict[str, Any]:
             "record_s": round(time.perf_counter() - began_s, 2),
             "archive_bytes": len(recorded.archive),
             "prompts_refused": recorded.layout.prompts_refused,
+            "structures": sorted(
+                {one.kernel for one in nodes_of(recorded.archive) if ROWS_OF_TORCH in one.kernel}
+            ),
             "captured": dict(stage.digests()),
         }
         stage.compute.close()

@@ -90,13 +90,13 @@ def test_results_are_lines_that_can_be_read() -> None:
     found = {
         "benchmark": "cache",
         "measurements": [
-            {"what": "ä" * 90, "samples": {"lru": [1.5] * 20, "none": []}, "no": None}
+            {"what": "ä" * 190, "samples": {"lru": [1.5] * 40, "none": []}, "no": None}
         ],
     }
     text = readable(found)
     assert json.loads(text) == found
     assert max(map(len, text.splitlines())) <= LINE_WIDTH
-    assert '\n      "samples": {"lru": [1.5, ' in text
+    assert '\n   "samples": {"lru": [1.5, ' in text
 
 
 def test_pairs_that_simulation_tells_apart_are_those_that_count() -> None:

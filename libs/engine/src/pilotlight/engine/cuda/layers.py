@@ -73,7 +73,7 @@ class Layers:
         """Runs a range.
 
         Args:
-            token_ids: [num_tokens] for a range that begins the model.
+            token_ids: [num_tokens] int32, for a range that begins the model.
             hidden: [num_tokens, hidden_size] for another.
             layers: the range.
             step: the batch's attention metadata.
@@ -97,7 +97,7 @@ class Layers:
         batch: Batch | None,
     ) -> Tensor:
         if token_ids is not None:
-            hidden = self._decoder.embed(self._parameters[0], token_ids)
+            hidden = self._decoder.embed(self._parameters[0], token_ids, elementwise.rows_at)
         assert hidden is not None
         if self.fused:
             residual, x = self._fused(
@@ -286,8 +286,8 @@ class Layers:
         """Logits of the rows that want them; the rows' hidden states are ``residual + x``."""
         spec = self._decoder.spec
         if step.logit_rows is not None:
-            residual = residual.index_select(0, step.logit_rows)
-            x = None if x is None else x.index_select(0, step.logit_rows)
+            residual = elementwise.rows_at(step.logit_rows, residual)
+            x = None if x is None else elementwise.rows_at(step.logit_rows, x)
         weights, embedding = (
             self._parameters[spec.num_layers + 1],
             self._parameters[0] if spec.tied_embeddings else None,

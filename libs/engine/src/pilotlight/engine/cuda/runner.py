@@ -200,8 +200,9 @@ class CudaRangeRunner:
         self, batch: Batch, fields: Mapping[str, Words], inputs: Tensor, layers: Stage
     ) -> Tensor:
         words = send(fields, self._device, whole_prompt(batch, self._whole_from))
-        there = inputs.to(self._device, non_blocking=True)
         first = layers.start == 0
+        sent = inputs.to(torch.int32) if first else inputs  # as captured steps have token ids
+        there = sent.to(self._device, non_blocking=True)
         return self._layers.run(
             there if first else None,
             None if first else there,

@@ -47,6 +47,9 @@ class RotationTables(NamedTuple):
 RotationTable = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
 """Positions, frequencies, what to multiply with, dtype -> cosines and sines."""
 
+RowsAt = Callable[[Tensor, Tensor], Tensor]
+"""Numbers of rows and a table -> those rows."""
+
 
 class Decoder:
     """RMSNorm, rotary grouped-query attention and a gated feed-forward network, by Hugging Face's
@@ -239,9 +242,17 @@ class Decoder:
         """What opens the gates of the feed-forward network, element by element."""
         return functional.silu(x)
 
-    def embed(self, embedding: Weights, token_ids: Tensor) -> Tensor:
-        """Part 0: [num_tokens] -> [num_tokens, hidden]."""
-        return functional.embedding(token_ids, embedding[EMBEDDING])
+    def embed(
+        self, embedding: Weights, token_ids: Tensor, rows_at: RowsAt = functional.embedding
+    ) -> Tensor:
+        """Part 0: [num_tokens] -> [num_tokens, hidden].
+
+        Args:
+            embedding: the part's weights.
+            token_ids: [num_tokens].
+            rows_at: takes their rows from the table.
+        """
+        return rows_at(token_ids, embedding[EMBEDDING])
 
     def layer(
         self, layer: int, weights: Weights, hidden: Tensor, rotations: Rotations, attend: Attend

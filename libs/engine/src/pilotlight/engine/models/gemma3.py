@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pilotlight.engine.models.decoder import Attend, Decoder, Rotations
+from pilotlight.engine.models.decoder import Attend, Decoder, Rotations, RowsAt
 from pilotlight.engine.models.layers import Weights, centred_rms_norm
 
 
@@ -29,8 +29,10 @@ class Gemma3Decoder(Decoder):
     def activate(self, x: Tensor) -> Tensor:
         return functional.gelu(x, approximate="tanh")
 
-    def embed(self, embedding: Weights, token_ids: Tensor) -> Tensor:
-        hidden = super().embed(embedding, token_ids)
+    def embed(
+        self, embedding: Weights, token_ids: Tensor, rows_at: RowsAt = functional.embedding
+    ) -> Tensor:
+        hidden = super().embed(embedding, token_ids, rows_at)
         # Rounded to float32 and then to the stage's dtype, as the model was trained.
         return hidden * torch.tensor(self.spec.hidden_size**0.5, dtype=torch.float32).to(
             hidden.dtype

@@ -12,6 +12,7 @@ What no reading explains, or no witness proves, is refused by the kernel's name 
 a graph with one wrong address reads or writes what is another's.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,14 +122,17 @@ def require_certain(matching: Matching) -> None:
     """Refuses a graph of which one word is in doubt.
 
     Raises:
-        TraceRefused: by the reason of the first doubt; the message names kernel and offset.
+        TraceRefused: by the reason of the first doubt; the message names kernel and offset, and how
+            many words of which kernels are in doubt.
     """
     if matching.doubts:
         one = matching.doubts[0]
+        counts = Counter((each.kernel, each.why) for each in matching.doubts)
+        of_kernels = ", ".join(
+            f"{count} {why} of {kernel}" for (kernel, why), count in counts.items()
+        )
         raise TraceRefused(
-            one.why,
-            f"word {one.offset} of {one.kernel} (launch {one.launch}), and "
-            f"{len(matching.doubts) - 1} more",
+            one.why, f"word {one.offset} of {one.kernel} (launch {one.launch}); in all {of_kernels}"
         )
 
 

@@ -1,5 +1,5 @@
-"""Kernels over rows: rotary tables, norms with the residual, heads turned and stored, gated
-activation.
+"""Kernels over rows: rows taken from a table, rotary tables, norms with the residual, heads turned
+and stored, gated activation.
 
 Intermediate results are rounded to the tensors' dtype where transformers rounds them, though they
 stay in registers.
@@ -12,6 +12,40 @@ from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
+
+
+@triton.jit
+def _rows_at(table, places, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    known = column < WIDTH
+    place = tl.load(places + row).to(tl.int64)
+    tl.store(
+        out + row * WIDTH + column,
+        tl.load(table + place * WIDTH + column, mask=known),
+        mask=known,
+    )
+
+
+_run_rows_at = Kernel(_rows_at)
+
+
+def rows_at(places: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table, [rows, width]: what ``torch.nn.functional.embedding`` gives.
+
+    Torch's kernel takes structures of 25 dimensions by value, and what lies behind those in use is
+    another in every process: graphs with it cannot be told from graphs that hold an address
+    encoded (``policy.graphs.settling``).
+
+    Args:
+        places: [rows] int32, each within the table: nothing checks it here.
+        table: [all rows, width].
+    """
+    rows, width = places.shape[0], table.shape[1]
+    out = torch.empty(rows, width, dtype=table.dtype, device=table.device)
+    block = min(1024, power_of_2(width))
+    _run_rows_at((rows, pieces_of(width, block)), (table, places, out), (width, block), warps=4)
+    return out
 
 
 @triton.jit
