@@ -11,6 +11,9 @@ by this name."""
 STANDARD_ERROR_DESCRIPTOR = 2
 INHERITED = Path("-")
 """As a folder for logs: none; a child writes where the process that starts it does."""
+END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
+"""Environment variable with the supervisor's pid: a service stops in order when that process dies.
+"""
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),

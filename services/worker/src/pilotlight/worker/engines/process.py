@@ -41,14 +41,14 @@ from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.hang import Patience
 from pilotlight.policy.phase import Moment
+from pilotlight.worker.engines.child_ahead import ChildAhead
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.child_process import (
     Child,
-    ChildAhead,
-    ChildOptions,
+    begun,
     bury,
     kill_group,
     said_of,
-    spawn,
     with_process,
 )
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
@@ -148,7 +148,7 @@ class ProcessEngine:
             began_s = self._clock.monotonic_s()
             ahead, self._ahead = self._ahead, None
             try:
-                child = await (spawn(self._options) if ahead is None else ahead.take())
+                child = await begun(self._options, ahead)
             except OSError as error:
                 raise EngineFailed(f"the engine cannot be started: {error}") from error
             up = await self._begin(child)
