@@ -21,7 +21,7 @@ from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Context, check_or_warn
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
-from pilotlight.common.waiting import Backoff, pause
+from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
@@ -114,8 +114,15 @@ async def build(context: Context[LoaderSettings], ahead: WorkersAhead | None = N
     settings = context.settings
     check_or_warn(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
     node_id = node_id_of(settings.state_dir)
-    epoch = await _announced_epoch(context)
-    pool = await _open_pool(context, node_id, epoch)
+    # The driver takes a while to answer, and so does verifying what is adopted.
+    looking = asyncio.create_task(
+        find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json"), name="look for GPUs"
+    )
+    try:
+        pool = await _open_pool(context, node_id, await _announced_epoch(context))
+        found = await looking
+    finally:
+        await cancel_all((looking,))
     metrics, changes = LoaderMetrics(context.metrics), Changes()
     metrics.watch_pool(pool)
     observer = CopyObserver(changes, metrics)
@@ -136,7 +143,6 @@ async def build(context: Context[LoaderSettings], ahead: WorkersAhead | None = N
         peers=links.peers if links is not None else None,
         prefetch=settings.start_prefetch,
     )
-    found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)
     log.info(
         "workers planned",
