@@ -183,7 +183,7 @@ async def test_a_spare_never_outlives_its_parent(options: ChildOptions) -> None:
 import asyncio, os
 from pathlib import Path
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.spare import Spare
 
 async def main():

@@ -90,7 +90,9 @@ class WorkersAhead:
         # A setting that is no number is the loader's to tell of.
         with suppress(OSError, ValueError, PilotlightError):
             kind, count = _guessed(environment, devices)
-            node_id = node_id_of(state_dir) if count else ""
+            if not count:
+                return made
+            node_id = node_id_of(state_dir)
             for index in range(min(count, MOST_AHEAD)):
                 # One that an earlier loader has left is taken over.
                 if not _lives(pid_path_of(state_dir, index)):
