@@ -72,6 +72,11 @@ async def begun(options: ChildOptions, ahead: ChildAhead | None) -> Child:
     if ahead is not None:
         if ahead.fits(options):
             return await ahead.take(options)
+        log.warning(
+            "the engine that was started ahead is not what the settings say",
+            action="engine_ahead_unfit",
+            pid=ahead.pid,
+        )
         await ahead.end()
     return await spawn(options)
 
