@@ -135,8 +135,8 @@ def check_memory(meminfo: Path) -> Check:
 
 
 def check_bytecode(package: str = "torch") -> Check:
-    """Is what an engine imports compiled? Without, each process compiles it again, for nothing where
-    that is not kept.
+    """Is what an engine imports compiled? If not, each process compiles it again, where that is not
+    kept.
     """
     found = importlib.util.find_spec(package)
     source = found.origin if found is not None else None

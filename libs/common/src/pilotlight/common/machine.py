@@ -3,6 +3,7 @@ write to.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 STANDARD_ERROR = Path("/dev/stderr")
@@ -32,3 +33,12 @@ def log_file(folder: Path, name: str) -> Path:
     error.
     """
     return STANDARD_ERROR if folder == INHERITED else folder / name
+
+
+def shown_gpus(cuda_devices: Sequence[str]) -> dict[str, str]:
+    """Variables that show a process these GPUs alone."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(cuda_devices),
+        # Indexes count as nvidia-smi does, and not the fastest first.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }

@@ -1,4 +1,4 @@
-"""``python -m pilotlight.loader``. Its workers' processes begin before anything else is imported."""
+"""``python -m pilotlight.loader``. Its workers begin before anything else is imported."""
 
 import os
 import sys

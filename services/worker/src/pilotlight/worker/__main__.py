@@ -1,5 +1,5 @@
-"""``python -m pilotlight.worker``: see ``running``. Its engine's process begins before anything else
-is imported, which takes as long as a good part of the engine's own imports.
+"""``python -m pilotlight.worker``: see ``running``. Its engine's process begins before all else is
+imported, which takes as long as a good part of the engine's own imports.
 """
 
 import sys

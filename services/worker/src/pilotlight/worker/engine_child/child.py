@@ -245,9 +245,9 @@ def _is_promoted(connection: socket.socket) -> bool:
 def _show(cuda_devices: Sequence[str]) -> None:
     """Before there is a context: the driver reads what it may show when it starts."""
     if cuda_devices:
-        from pilotlight.worker.engines.child_command import shown
+        from pilotlight.common.machine import shown_gpus
 
-        os.environ.update(shown(cuda_devices))
+        os.environ.update(shown_gpus(cuda_devices))
 
 
 def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:

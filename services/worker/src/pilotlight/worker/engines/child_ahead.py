@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pilotlight.common.machine import log_file
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.worker.engines.child_command import ChildOptions, prepared
-
-if TYPE_CHECKING:
-    from pilotlight.worker.engines.child_process import Child
 
 ENV_PREFIX = "PILOTLIGHT_"
 """As ``common.settings`` has it, which imports pydantic: as long as half of an engine's own
@@ -27,7 +23,7 @@ LOG_DIR = ".pilotlight/logs"
 
 class ChildAhead:
     """A child that was started before there was a loop to speak with it: it imports, and opens no
-    device before it is taken.
+    device before it is taken (``child_process.begun``).
     """
 
     def __init__(self, options: ChildOptions) -> None:
@@ -38,56 +34,24 @@ class ChildAhead:
         """
         self.options = options
         with ExitStack() as on_failure, ExitStack() as always:
-            self._ours, slate_fd, command, how = prepared(options, ("--ahead",), on_failure, always)
-            self._slate_fd = os.dup(slate_fd)
-            on_failure.callback(os.close, self._slate_fd)
-            self._process = subprocess.Popen[bytes](command, **how)
+            self.connection, slate_fd, command, how = prepared(
+                options, ("--ahead",), on_failure, always
+            )
+            self.slate_fd = os.dup(slate_fd)
+            on_failure.callback(os.close, self.slate_fd)
+            self.process = subprocess.Popen[bytes](command, **how)
             on_failure.pop_all()
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._process.pid
+        return self.process.pid
 
     def fits(self, options: ChildOptions) -> bool:
         """Whether it can be a child with these: it is told its device when it is taken, and all
         else when it starts.
         """
         return replace(options, cuda_devices=self.options.cuda_devices) == self.options
-
-    async def take(self, options: ChildOptions) -> "Child":
-        """The child, told that it is the engine, and of which device; once.
-
-        Args:
-            options: it ``fits``.
-        """
-        from pilotlight.common.envelope import Timed
-        from pilotlight.common.messages.codec import write_frame
-        from pilotlight.common.messages.engine import Promote
-
-        child = await self._connected()
-        # One that is gone already says so as any other that ends at its start.
-        write_frame(child.writer, Timed(Promote(cuda_devices=options.cuda_devices)))
-        return child
-
-    async def end(self) -> None:
-        """Nobody takes it. It is killed: it may be importing, and has nothing to give back."""
-        from pilotlight.worker.engines.child_process import bury, kill_group
-
-        child = await self._connected()
-        kill_group(child.process)
-        await bury(child)
-
-    async def _connected(self) -> "Child":
-        import asyncio
-
-        from pilotlight.worker.engine_child.slate import Slate
-        from pilotlight.worker.engines.child_process import Child, Started
-
-        slate = Slate(self._slate_fd)
-        os.close(self._slate_fd)
-        reader, writer = await asyncio.open_unix_connection(sock=self._ours)
-        return Child(Started(self._process), reader, writer, slate)
 
 
 def options_ahead(environment: Mapping[str, str]) -> ChildOptions | None:

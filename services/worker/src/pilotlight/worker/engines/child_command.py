@@ -6,14 +6,13 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any, BinaryIO
 
-from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
+from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR, shown_gpus
 from pilotlight.policy.cluster import DeviceKind
 
 PRIVATE = ("PILOTLIGHT_", "AWS_", "HF_", "HUGGING_FACE_")
@@ -129,7 +128,7 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
     """The parent's, but for what is ``PRIVATE``: the child has no use for credentials."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
     if options.device is DeviceKind.CUDA and options.cuda_devices:
-        inherited |= shown(options.cuda_devices)
+        inherited |= shown_gpus(options.cuda_devices)
     return {
         # oneDNN's cache, and that of torch in front of it.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": KEPT_KERNELS,
@@ -138,15 +137,6 @@ def _child_environment(options: ChildOptions) -> dict[str, str]:
         "PILOTLIGHT_FAULTS": options.faults,
         "OMP_NUM_THREADS": str(options.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-    }
-
-
-def shown(cuda_devices: Sequence[str]) -> dict[str, str]:
-    """Variables that show a process these GPUs alone."""
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(cuda_devices),
-        # Indexes count as nvidia-smi does, and not the fastest first.
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
 
 

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
+from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import DeadlineExceeded
-from pilotlight.common.messages.engine import EngineUp
+from pilotlight.common.messages.codec import write_frame
+from pilotlight.common.messages.engine import EngineUp, Promote
 from pilotlight.common.waiting import within
 from pilotlight.worker.engine_child.slate import Slate
 from pilotlight.worker.engines.child_ahead import ChildAhead
@@ -71,17 +73,34 @@ async def begun(options: ChildOptions, ahead: ChildAhead | None) -> Child:
     """
     if ahead is not None:
         if ahead.fits(options):
-            return await ahead.take(options)
+            child = await _connected(ahead)
+            # One that is gone already says so as any other that ends at its start.
+            write_frame(child.writer, Timed(Promote(cuda_devices=options.cuda_devices)))
+            return child
         log.warning(
             "the engine that was started ahead is not what the settings say",
             action="engine_ahead_unfit",
             pid=ahead.pid,
         )
-        await ahead.end()
+        await end_ahead(ahead)
     return await spawn(options)
 
 
-class Started:
+async def end_ahead(ahead: ChildAhead) -> None:
+    """Nobody takes it. It is killed: it may be importing, and has nothing to give back."""
+    child = await _connected(ahead)
+    kill_group(child.process)
+    await bury(child)
+
+
+async def _connected(ahead: ChildAhead) -> Child:
+    slate = Slate(ahead.slate_fd)
+    os.close(ahead.slate_fd)
+    reader, writer = await asyncio.open_unix_connection(sock=ahead.connection)
+    return Child(_Started(ahead.process), reader, writer, slate)
+
+
+class _Started:
     """A ``Process`` that no loop has started."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:

@@ -47,6 +47,7 @@ from pilotlight.worker.engines.child_process import (
     Child,
     begun,
     bury,
+    end_ahead,
     kill_group,
     said_of,
     with_process,
@@ -67,8 +68,7 @@ COMMAND_DEADLINE_S = 300.0
 hangs is found earlier."""
 STOP_DEADLINE_S = 3.0
 LET_GO_S = 1.0
-"""A child that is killed and still has its socket then is stuck in the driver: it is left to
-itself."""
+"""A child that is killed and has its socket then is stuck in the driver: it is left to itself."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
 
@@ -305,7 +305,7 @@ class ProcessEngine:
         if self._spare is not None:
             await self._spare.stop()
         if self._ahead is not None:
-            await self._ahead.end()
+            await end_ahead(self._ahead)
         if child is not None:
             if self._up is not None:
                 await self._ask_to_end(child)
