@@ -45,6 +45,8 @@ POOL_BYTES = 2 << 30
 SLO = {"ttft_ms": 60_000.0, "tpot_ms": 1000.0}
 """What a request may wait for: it is sent when nobody can answer it."""
 BUILT_S, ANSWER_S, RECORD_S, SETTLED_S, LOOK_S = 240.0, 120.0, 10.0, 60.0, 0.002
+SLOW_S = 8.0
+"""A round that takes longer tells what the system's processes wrote in it."""
 ENGINE = "pilotlight.worker.engine_child.child"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENTS = {"workers_planned": "planned_ms", "engine_started": "up_ms"}
@@ -284,13 +286,17 @@ def one_round(
         watch.join()
     began_s = found["pilotlight.loader"]
     record = record_of(served, asked.trace_id)
+    lines = list(logs.news())
+    if asked.at_s[0] - began_s > SLOW_S:
+        for line in sorted(lines, key=lambda line: str(line.get("timestamp"))):
+            say(json.dumps(line))
     gaps_s = sorted(b - a for a, b in zip(asked.at_s, asked.at_s[1:], strict=False))
     return {
         "ttft_ms": (asked.at_s[0] - began_s) * 1e3,
         "asked_ms": (asked.sent_s - began_s) * 1e3,
         "worker_ms": (found.get("pilotlight.worker", began_s) - began_s) * 1e3,
         "engine_ms": (found.get(ENGINE, began_s) - began_s) * 1e3,
-        **timeline(logs.news(), began_s, wall_offset_s),
+        **timeline(iter(lines), began_s, wall_offset_s),
         **phases(record, began_s, wall_offset_s),
         "worst_gap_ms": gaps_s[-1] * 1e3 if gaps_s else 0.0,
         "restored": int("restore" in {one["name"] for one in record.get("phases", ())}),
