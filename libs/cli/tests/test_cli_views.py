@@ -59,6 +59,7 @@ def test_every_check_says_what_to_do(home: Home) -> None:
         "memory",
         "engine",
         "GPUs",
+        "bytecode",
         "compiler",
         "native code",
         "driver",
