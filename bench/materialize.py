@@ -20,7 +20,9 @@ imported and its context made before the clock starts:
   threads were until the first token, line by line: looking takes time of its own;
 * ``process``, where it is asked for: the first token of a whole system whose loader, worker and
   engines begin while the request waits (``materialize_process.py``). ``--kind cpu`` with the shape
-  ``tiny`` tries it without a GPU.
+  ``tiny`` tries it without a GPU;
+* ``node``, where it is asked for: the same on a node that has nothing yet, neither a host pool nor
+  a state folder.
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
@@ -76,8 +78,9 @@ WAYS = (
     "cold-warm",
 )
 WHERE = "cold-where"
-PROCESS = "process"
+PROCESS, NODE = "process", "node"
 """Of a whole system, with a job of its own."""
+WHOLE = (PROCESS, NODE)
 TINY = "tiny"
 SECONDS, JOB_S, PROCESS_S, LEAST_S = 190.0, 120.0, 540.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
@@ -94,6 +97,7 @@ WHAT = {
     "cold-warm": "a cold start in a warm engine, with recorded graphs and kernels",
     WHERE: "a cold start in a warm engine, looked at every millisecond",
     PROCESS: "the first token of a truly cold process, through the whole system",
+    NODE: "the first token of a node that is new, through the whole system",
 }
 Row = dict[str, Any]
 
@@ -116,8 +120,9 @@ class Run:
 
     def job(self, way: str, shape: str) -> subprocess.Popen[str]:
         """Starts a process, with no kernel compiled before."""
-        if way == PROCESS:
+        if way in WHOLE:
             command = [sys.executable, str(WHOLE_JOB), shape, str(self.folder), self.kind]
+            command += ["--node"] if way == NODE else []
             return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         caches = Path(tempfile.mkdtemp(dir=self.folder))
         return subprocess.Popen(
@@ -152,7 +157,7 @@ class Run:
         if self.left_s < LEAST_S:
             self.missing.append(f"{name}: {self.seconds:g} s are over")
             return
-        most_s = PROCESS_S if way == PROCESS else JOB_S
+        most_s = PROCESS_S if way in WHOLE else JOB_S
         found = self.told(self.job(way, shape), name, most_s)
         for row in found.get("rounds", [found]) if found is not None else ():
             self.rows.setdefault((way, shape), []).append(row)
@@ -181,9 +186,9 @@ def _medians(run: Run, way: str, shape: str) -> dict[str, float] | None:
 def floors(run: Run) -> Iterator[str]:
     """What was missed."""
     for (way, shape), rows in run.rows.items():
-        ttft_ms = statistics.median(row["ttft_ms"] for row in rows) if way == PROCESS else 0.0
+        ttft_ms = statistics.median(row["ttft_ms"] for row in rows) if way in WHOLE else 0.0
         if ttft_ms > PROCESS_MS.get(shape, ttft_ms):
-            yield f"{shape}: a truly cold process has its first token after {ttft_ms:.0f} ms"
+            yield f"{shape}: {WHAT[way]}: {ttft_ms:.0f} ms"
     for shape in SHAPES:
         alone, beside = (_medians(run, way, shape) for way in ("restore", "beside"))
         if alone is None or beside is None:
@@ -202,8 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, TINY), default=list(SHAPES))
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, WHERE, PROCESS), default=list(WAYS))
-    parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"), help=f"for {PROCESS}")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, WHERE, *WHOLE), default=list(WAYS))
+    parser.add_argument(
+        "--kind", default="cuda", choices=("cuda", "cpu"), help="for process and node"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("materialize.json"))
@@ -225,13 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = Run(asked.recorded or Path(folder), asked.seconds, asked.kind)
         run.folder.mkdir(exist_ok=True)
         # A whole system builds its own artifact.
-        wanted = {*asked.shapes} if {*asked.ways} - {PROCESS} else set[str]()
+        wanted = {*asked.shapes} if {*asked.ways} - {*WHOLE} else set[str]()
         there = {shape for shape in wanted if (run.folder / f"{shape}.kernels").exists()}
         recording = {shape: run.job("record", shape) for shape in wanted - there}
         recorded = {shape: run.told(job, f"record {shape}") for shape, job in recording.items()}
         print(json.dumps({"recorded": recorded}), file=sys.stderr, flush=True)
         for way, shape in [*product(asked.ways, asked.shapes)] * asked.repeats:
-            if way == PROCESS or shape in there or recorded[shape] is not None:
+            if way in WHOLE or shape in there or recorded[shape] is not None:
                 run.measure(way, shape)
                 asked.out.write_text(json.dumps(document(run, about), indent=2) + "\n")
     missed = [*run.missing, *floors(run)]

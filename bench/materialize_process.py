@@ -6,7 +6,10 @@ evicted, the caches of compiled kernels are emptied, the loader, its worker and 
 killed at once, and a request is sent, which waits at the gateway while the supervisor starts a
 loader again. The clock starts when that process does, and stops at the first text at the client.
 
-``python materialize_process.py SHAPE FOLDER KIND`` prints one line of JSON: each round, in
+With ``--node`` the loader finds a new node instead: no host pool, no state folder, so another name
+for the node, and no word of GPUs; the weights' files are as the system's cache of files has them.
+
+``python materialize_process.py SHAPE FOLDER KIND [--node]`` prints one line of JSON: each round, in
 milliseconds since the loader began. By ``/proc``: ``worker`` and ``engine``, when their processes
 began; by logs: ``planned`` (the loader knows its devices and begins its worker), ``up`` (the
 engine), and how long the engine waited for its imports when the worker wanted it (``libraries``)
@@ -42,6 +45,8 @@ POOL_BYTES = 2 << 30
 SLO = {"ttft_ms": 60_000.0, "tpot_ms": 1000.0}
 """What a request may wait for: it is sent when nobody can answer it."""
 BUILT_S, ANSWER_S, RECORD_S, SETTLED_S, LOOK_S = 240.0, 120.0, 10.0, 60.0, 0.002
+SLOW_S = 8.0
+"""A round that takes longer tells what the system's processes wrote in it."""
 ENGINE = "pilotlight.worker.engine_child.child"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENTS = {"workers_planned": "planned_ms", "engine_started": "up_ms"}
@@ -256,8 +261,10 @@ def started(home: Path, before: set[int], until: threading.Event) -> dict[str, f
     return found
 
 
-def one_round(served: Served, home: Path, caches: Path, prompt: str, logs: Logs) -> Row:
-    """One cold process."""
+def one_round(
+    served: Served, home: Path, caches: Path, prompt: str, logs: Logs, pool: Path | None
+) -> Row:
+    """One cold process; on a new node, where there is a ``pool`` to be removed."""
     served.evict(MODEL)
     settled(served)
     shutil.rmtree(caches, ignore_errors=True)
@@ -265,6 +272,9 @@ def one_round(served: Served, home: Path, caches: Path, prompt: str, logs: Logs)
         pass
     wall_offset_s = time.time() - now_s()
     before = killed(home)
+    if pool is not None:
+        pool.unlink(missing_ok=True)
+        shutil.rmtree(home / "state", ignore_errors=True)
     asked, found = Asked(served, prompt), dict[str, float]()
     done = threading.Event()
     watch = threading.Thread(target=lambda: found.update(started(home, before, done)), daemon=True)
@@ -276,21 +286,25 @@ def one_round(served: Served, home: Path, caches: Path, prompt: str, logs: Logs)
         watch.join()
     began_s = found["pilotlight.loader"]
     record = record_of(served, asked.trace_id)
+    lines = list(logs.news())
+    if asked.at_s[0] - began_s > SLOW_S:
+        for line in sorted(lines, key=lambda line: str(line.get("timestamp"))):
+            say(json.dumps(line))
     gaps_s = sorted(b - a for a, b in zip(asked.at_s, asked.at_s[1:], strict=False))
     return {
         "ttft_ms": (asked.at_s[0] - began_s) * 1e3,
         "asked_ms": (asked.sent_s - began_s) * 1e3,
         "worker_ms": (found.get("pilotlight.worker", began_s) - began_s) * 1e3,
         "engine_ms": (found.get(ENGINE, began_s) - began_s) * 1e3,
-        **timeline(logs.news(), began_s, wall_offset_s),
+        **timeline(iter(lines), began_s, wall_offset_s),
         **phases(record, began_s, wall_offset_s),
         "worst_gap_ms": gaps_s[-1] * 1e3 if gaps_s else 0.0,
         "restored": int("restore" in {one["name"] for one in record.get("phases", ())}),
     }
 
 
-def measure(shape: str, folder: Path, kind: str) -> Row:
-    """All rounds of a system of its own."""
+def measure(shape: str, folder: Path, kind: str, *, node: bool) -> Row:
+    """All rounds of a system of its own; ``node``: each on a new node."""
     weights = folder / "weights" / shape
     prepare(shape, weights)
     prompts = Prompts.of(weights).draw(SEED, [PROMPT_TOKENS] * (ROUNDS + 1))
@@ -300,14 +314,19 @@ def measure(shape: str, folder: Path, kind: str) -> Row:
         Path(temporary).chmod(0o711)
         work = Path(temporary)
         home, caches = work / "home", work / "caches"
+        pool = SHARED_MEMORY / f"pilotlight-process-{os.getpid()}.pool"
         variables = {
             "PILOTLIGHT_MODEL_ROOTS": str(weights.parent),
+            "PILOTLIGHT_POOL_PATH": str(pool),
             "PILOTLIGHT_POOL_BYTES": str(
                 min(shared, int(size_of(weights) * POOL_SHARE) + POOL_BYTES)
             ),
             "PILOTLIGHT_ARTIFACT_GRAPHS": "true",
             "PILOTLIGHT_BUILD_IDLE_S": "0.5",
             "PILOTLIGHT_SPARE_ENGINE": "false",
+            # As who installs it leaves it: compiled by the processes that run before the rounds.
+            "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         with system(work, variables, kind) as served:
             try:
@@ -316,13 +335,21 @@ def measure(shape: str, folder: Path, kind: str) -> Row:
                 say(f"first token after {served.first_token_s(MODEL, prompts[0]):.2f} s")
                 say(f"materialized: {materialize(served)}")
                 logs = Logs(home)
-                rounds = [one_round(served, home, caches, prompt, logs) for prompt in prompts[1:]]
+                new = pool if node else None
+                rounds = [
+                    one_round(served, home, caches, prompt, logs, new) for prompt in prompts[1:]
+                ]
             except BaseException:
                 for log in sorted(home.glob("**/*.log")):
                     say(f"== {log.name}\n" + log.read_text(errors="replace")[-4000:])
                 raise
+            finally:
+                pool.unlink(missing_ok=True)
     return {"rounds": rounds}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]).absolute(), sys.argv[3])))
+    made = measure(
+        sys.argv[1], Path(sys.argv[2]).absolute(), sys.argv[3], node="--node" in sys.argv
+    )
+    print(json.dumps(made))

@@ -31,7 +31,7 @@ from pilotlight.policy.materialized import Artifact, Fingerprint
 from pilotlight.policy.model import Dtype, Model, ModelSpec, ScalingBounds, Slo
 from pilotlight.worker.build_session import BuildSession
 from pilotlight.worker.build_steps import build
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.process import ProcessEngine
 
 ALIGNMENT = 4096

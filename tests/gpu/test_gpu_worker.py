@@ -26,7 +26,7 @@ from pilotlight.policy.cluster import DeviceKind, HealthState
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import FinishReason, Sampling
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare

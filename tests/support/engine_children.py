@@ -20,7 +20,7 @@ from pilotlight.common.messages.pipelines import KvAt
 from pilotlight.policy.ids import InstanceId, NodeId, RequestId
 from pilotlight.policy.model import Stage
 from pilotlight.policy.request import FinishReason, Sampling
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.process import ProcessEngine
 
 INSTANCE = InstanceId("inst-1")

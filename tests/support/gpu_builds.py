@@ -18,7 +18,7 @@ from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.materialized import Fingerprint
 from pilotlight.worker.build_session import BuildSession
 from pilotlight.worker.build_steps import Built, build
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.process import ProcessEngine
 
 BUILD_S = 400.0

@@ -16,7 +16,7 @@ import pytest
 
 from pilotlight.cli.supervisor import PR_SET_CHILD_SUBREAPER, ChildFailed, ChildSpec, Supervisor
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.service import END_WITH_PARENT
+from pilotlight.common.machine import END_WITH_PARENT
 from pilotlight.common.testing import until
 
 pytestmark = pytest.mark.anyio

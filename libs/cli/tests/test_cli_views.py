@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import py_compile
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pilotlight.cli import logs, traces
 from pilotlight.cli.client import AdminClient
 from pilotlight.cli.doctor import (
     Verdict,
+    check_bytecode,
     check_memory,
     check_port,
     check_room,
@@ -57,6 +59,7 @@ def test_every_check_says_what_to_do(home: Home) -> None:
         "memory",
         "engine",
         "GPUs",
+        "bytecode",
         "compiler",
         "native code",
         "driver",
@@ -108,6 +111,19 @@ def test_the_limits(tmp_path: Path) -> None:
         meminfo.write_text(text)
         assert check_memory(meminfo).verdict is verdict
     assert check_memory(tmp_path / "none").verdict is Verdict.WARNING
+
+
+def test_libraries_without_bytecode_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heavy.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = check_bytecode("heavy")
+    assert told.verdict is Verdict.WARNING
+    assert str(tmp_path) in told.what_to_do
+    py_compile.compile(str(tmp_path / "heavy.py"))
+    assert check_bytecode("heavy").verdict is Verdict.OK
+    assert check_bytecode("there_is_no_such_package").verdict is Verdict.OK
 
 
 # waterfall and trace

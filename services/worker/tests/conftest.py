@@ -29,7 +29,7 @@ from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engine_child import loop, stages
 from pilotlight.worker.engine_child.pins import Pins
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.client import EngineClient
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.sim import SimEngine

@@ -2,6 +2,7 @@
 warming up when no model comes, copies beside the rest of a stage.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -51,6 +52,24 @@ def test_a_module_comes_when_something_of_it_is_asked_for(monkeypatch: pytest.Mo
     assert not hasattr(later, "__file__"), "who only looks round has it stay away"
     assert later.rgb_to_hls(0.0, 0.0, 0.0) == (0.0, 0.0, 0.0)
     assert sys.modules["colorsys"] is not later
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_leave_the_garbage_collector_as_it_was(
+    collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        assert not gc.isenabled()
+        raise ImportError("libtorch is broken")
+
+    monkeypatch.setattr(ahead, "import_torch", fail)
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ImportError):
+            ahead.import_engine(cuda=False)
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_it_is_due_a_while_after_the_engine_is_up() -> None:

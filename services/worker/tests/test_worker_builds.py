@@ -37,7 +37,7 @@ from pilotlight.policy.materialized import Artifact, Canary, Fingerprint, Layout
 from pilotlight.policy.phase import PhaseName
 from pilotlight.worker.artifacts import MANIFEST
 from pilotlight.worker.builds import Builds
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 

@@ -197,6 +197,27 @@ def test_what_was_loaded_from_is_pinned_when_nothing_is_to_be_done(
     assert slabs.pinned[0] >= last.offset - 2 * 4096, "what was wanted last goes first"
 
 
+def test_nothing_is_pinned_before_the_first_token_of_a_request_that_has_come(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
+    came_first: list[bool] = []
+
+    class Noting(Slabs):
+        def pin_next(self, wanted: Any = ()) -> bool:
+            came_first.append(scripted.prefilled)
+            return super().pin_next(wanted)
+
+    slabs = Noting()
+    scripted.early = True
+    parent = start_child(pins=Pins(lambda view, slab_bytes: slabs, slab_bytes=4096))
+    parent.send(pool.load(), *pool.places(), run())
+    while not scripted.prefilled:
+        parent.until(StepDone)
+    parent.send(Abort(request_id=RequestId("req-1"), attempt=1))
+    assert slabs.pinning.wait(5)
+    assert all(came_first)
+
+
 @pytest.mark.parametrize("moment", ["begin", "place", "step"])
 def test_a_lost_context_ends_the_loop_whatever_it_was_doing(
     start_child: Any, scripted: ScriptedEngine, pool: Any, moment: str

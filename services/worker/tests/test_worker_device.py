@@ -25,7 +25,7 @@ from pilotlight.policy.ids import NodeId
 from pilotlight.policy.model import EngineKind
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare

@@ -19,7 +19,7 @@ from pilotlight.engine.errors import EngineFailed
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.engine_child.pins import Pins
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare

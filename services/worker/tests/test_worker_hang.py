@@ -24,8 +24,8 @@ from pilotlight.common.waiting import Backoff
 from pilotlight.policy.hang import Doing, Patience
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import FinishReason, Sampling
-from pilotlight.worker.engine_child.slate import Note, Slate, mark_of, new_file
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engine_child.slate import Note, Slate, mark_of
+from pilotlight.worker.engines.child_command import ChildOptions, new_slate
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare
@@ -239,7 +239,7 @@ async def test_a_start_that_is_stopped_says_so_and_the_next_one_works(tmp_path: 
 
 
 def test_a_slate_is_read_by_whoever_has_its_file() -> None:
-    descriptor = new_file()
+    descriptor = new_slate()
     ours, theirs = Slate(descriptor), Slate(descriptor)
     os.close(descriptor)
     assert ours.read() == Note(0, 0, Doing.WAITING, 0, 0)

@@ -22,7 +22,7 @@ from pilotlight.common.messages.engine import (
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype
 from pilotlight.policy.request import Sampling
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 

@@ -29,7 +29,8 @@ from pilotlight.common.testing import until
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.request import FinishReason, Sampling
-from pilotlight.worker.engines.child_process import ChildOptions, bury, kill_group, spawn
+from pilotlight.worker.engines.child_command import ChildOptions
+from pilotlight.worker.engines.child_process import bury, kill_group, spawn
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 
@@ -184,7 +185,7 @@ async def test_the_child_never_outlives_its_parent(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os
 from pathlib import Path
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.process import ProcessEngine
 
 async def main():
@@ -225,7 +226,8 @@ async def test_a_child_writes_where_its_worker_does_even_if_that_is_a_socket() -
     program = """
 import asyncio
 from pilotlight.common.machine import STANDARD_ERROR
-from pilotlight.worker.engines.child_process import ChildOptions, bury, spawn
+from pilotlight.worker.engines.child_command import ChildOptions
+from pilotlight.worker.engines.child_process import bury, spawn
 
 async def main():
     child = await spawn(ChildOptions(threads=1, log_path=STANDARD_ERROR, faults="nonsense=1"))

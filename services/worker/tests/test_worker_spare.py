@@ -17,7 +17,9 @@ from pilotlight.common.errors import EngineFailed
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.worker.engine_child import child
-from pilotlight.worker.engines.child_process import Child, ChildAhead, ChildOptions
+from pilotlight.worker.engines.child_ahead import ChildAhead
+from pilotlight.worker.engines.child_command import ChildOptions
+from pilotlight.worker.engines.child_process import Child
 from pilotlight.worker.engines.client import EngineDied
 from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.spare import Spare
@@ -181,7 +183,7 @@ async def test_a_spare_never_outlives_its_parent(options: ChildOptions) -> None:
 import asyncio, os
 from pathlib import Path
 from pilotlight.common.waiting import Backoff, pause
-from pilotlight.worker.engines.child_process import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.spare import Spare
 
 async def main():

@@ -2,9 +2,11 @@
 it.
 """
 
+import importlib.util
 import os
 import queue
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +60,7 @@ def examine(home: Home, host: str, port: int) -> tuple[Check, ...]:
         lambda: check_room("disk", home.root, MIN_DISK_BYTES),
         lambda: check_room("shared memory", SHARED_MEMORY, MIN_SHM_BYTES),
         lambda: check_memory(Path("/proc/meminfo")),
+        check_bytecode,
         check_compiler,
         check_native_code,
         check_driver,
@@ -128,6 +131,27 @@ def check_memory(meminfo: Path) -> Check:
         verdict=Verdict.WARNING,
         found="unknown",
         what_to_do="this kernel does not say MemAvailable",
+    )
+
+
+def check_bytecode(package: str = "torch") -> Check:
+    """Is what an engine imports compiled? If not, each process compiles it again, where that is not
+    kept.
+    """
+    found = importlib.util.find_spec(package)
+    source = found.origin if found is not None else None
+    if source is None:
+        return Check(name="bytecode", verdict=Verdict.OK, found=f"there is no {package}")
+    compiled = importlib.util.cache_from_source(source)
+    if os.path.exists(compiled):
+        return Check(name="bytecode", verdict=Verdict.OK, found=f"{package} is compiled")
+    folder = os.path.dirname(source)
+    return Check(
+        name="bytecode",
+        verdict=Verdict.WARNING,
+        found=f"{package} is not compiled, and each engine that starts takes about three times as long to import it",
+        what_to_do=f"{sys.executable} -m compileall -q {folder}, as who may write there; unset PYTHONDONTWRITEBYTECODE, or name a folder "
+        "in PYTHONPYCACHEPREFIX",
     )
 
 

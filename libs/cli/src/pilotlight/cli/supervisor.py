@@ -23,7 +23,8 @@ import structlog
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import DeadlineExceeded, PilotlightError, error_of
-from pilotlight.common.service import END_WITH_PARENT, SETTINGS_INVALID, START_FAILED
+from pilotlight.common.machine import END_WITH_PARENT
+from pilotlight.common.service import SETTINGS_INVALID, START_FAILED
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 
 log = structlog.get_logger()

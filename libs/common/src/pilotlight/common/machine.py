@@ -3,6 +3,7 @@ write to.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 STANDARD_ERROR = Path("/dev/stderr")
@@ -11,6 +12,9 @@ by this name."""
 STANDARD_ERROR_DESCRIPTOR = 2
 INHERITED = Path("-")
 """As a folder for logs: none; a child writes where the process that starts it does."""
+END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
+"""Environment variable with the supervisor's pid: a service stops in order when that process dies.
+"""
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -29,3 +33,12 @@ def log_file(folder: Path, name: str) -> Path:
     error.
     """
     return STANDARD_ERROR if folder == INHERITED else folder / name
+
+
+def shown_gpus(cuda_devices: Sequence[str]) -> dict[str, str]:
+    """Variables that show a process these GPUs alone."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(cuda_devices),
+        # Indexes count as nvidia-smi does, and not the fastest first.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }

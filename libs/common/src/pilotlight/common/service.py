@@ -28,6 +28,7 @@ from pilotlight.common.errors import DiskFull, PilotlightError, SettingsInvalid
 from pilotlight.common.fitness import check_files, check_folder
 from pilotlight.common.health import HealthServer
 from pilotlight.common.ids import new_incarnation
+from pilotlight.common.machine import END_WITH_PARENT
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.settings import ServiceSettings
 from pilotlight.common.store import ObjectStore
@@ -39,9 +40,6 @@ log = structlog.get_logger()
 STOP_DEADLINE_S = 10.0
 """For each component; past it the next one is stopped all the same."""
 
-END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
-"""Environment variable with the supervisor's pid: the service stops in order when that process
-dies."""
 PR_SET_PDEATHSIG = 1
 START_FAILED = "start_failed"
 SETTINGS_INVALID = "settings_invalid"

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import socket
-import sys
 from pathlib import Path
 
 import structlog
@@ -17,13 +16,12 @@ from pilotlight.common.errors import BadRequest, BusUnavailable
 from pilotlight.common.faults import Faults
 from pilotlight.common.fitness import check_shared_memory
 from pilotlight.common.ids import worker_id_of
-from pilotlight.common.machine import log_file
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Context, check_or_warn
 from pilotlight.common.sources.opening import Sources
 from pilotlight.common.sources.ranged import Patience
-from pilotlight.common.waiting import Backoff, pause
+from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.dataplane.bandwidth import SourceLimits, parse_bandwidth
 from pilotlight.dataplane.chunk_fetch import Distrusted
 from pilotlight.dataplane.copies import HostCopies
@@ -48,6 +46,13 @@ from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
+from pilotlight.loader.workers_ahead import (
+    COMMAND,
+    WorkersAhead,
+    inherited,
+    log_of,
+    pid_path_of,
+)
 from pilotlight.native.library import Library
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.model import Model
@@ -55,8 +60,6 @@ from pilotlight.policy.model import Model
 log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
-NOT_FOR_WORKERS = ("NOTIFY_SOCKET", "HF_", "HUGGING_FACE_")
-"""Of our environment: our supervisor, and the hub's token. Workers read from no hub."""
 ASKS = 5
 """For the newest epoch, before a loader gives up; its supervisor starts it again."""
 _BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
@@ -92,8 +95,12 @@ class PoolKeeper:
         self._pool.close(remove=remove)
 
 
-async def build(context: Context[LoaderSettings]) -> Application:
+async def build(context: Context[LoaderSettings], ahead: WorkersAhead | None = None) -> Application:
     """Build the loader.
+
+    Args:
+        context: of the process.
+        ahead: workers that have begun already.
 
     Raises:
         HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
@@ -107,8 +114,15 @@ async def build(context: Context[LoaderSettings]) -> Application:
     settings = context.settings
     check_or_warn(settings.state_dir, "state folder", "PILOTLIGHT_STATE_DIR")
     node_id = node_id_of(settings.state_dir)
-    epoch = await _announced_epoch(context)
-    pool = await _open_pool(context, node_id, epoch)
+    # The driver takes a while to answer, and so does verifying what is adopted.
+    looking = asyncio.create_task(
+        find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json"), name="look for GPUs"
+    )
+    try:
+        pool = await _open_pool(context, node_id, await _announced_epoch(context))
+        found = await looking
+    finally:
+        await cancel_all((looking,))
     metrics, changes = LoaderMetrics(context.metrics), Changes()
     metrics.watch_pool(pool)
     observer = CopyObserver(changes, metrics)
@@ -129,7 +143,6 @@ async def build(context: Context[LoaderSettings]) -> Application:
         peers=links.peers if links is not None else None,
         prefetch=settings.start_prefetch,
     )
-    found = await find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json")
     workers = plan_workers(settings.worker_kind, settings.workers, found)
     log.info(
         "workers planned",
@@ -146,6 +159,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
         clock=context.clock,
         background=context.background,
         rng=random.Random(),
+        ahead=ahead or WorkersAhead(),
     )
     shape = NodeShape(
         node_id=node_id,
@@ -176,10 +190,10 @@ async def build(context: Context[LoaderSettings]) -> Application:
     first = [disk] if disk is not None else []
     second = [links] if links is not None else []
     keeper = PoolKeeper(pool, copies, settings)
-    is_ahead = workers.kind == "cuda" if settings.pool_ahead is None else settings.pool_ahead
-    ahead = (
+    takes_pages = workers.kind == "cuda" if settings.pool_ahead is None else settings.pool_ahead
+    pages = (
         [PoolPages(pool, tools.native, lambda: copies.is_fetching)]
-        if is_ahead and tools.native is not None
+        if takes_pages and tools.native is not None
         else []
     )
     probing = (
@@ -188,7 +202,7 @@ async def build(context: Context[LoaderSettings]) -> Application:
         else []
     )
     served = [server, reporter, handlers, supervisor]
-    return Application(components=[*first, keeper, *ahead, *second, *served, *probing])
+    return Application(components=[*first, keeper, *pages, *second, *served, *probing])
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
@@ -279,9 +293,7 @@ def _plan(
     settings: LoaderSettings, node_id: NodeId, index: int, workers: WorkerDevices
 ) -> WorkerPlan:
     worker_id = worker_id_of(node_id, index)
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_WORKERS)
-    }
+    environment = inherited(os.environ)
     environment.update(
         PILOTLIGHT_WORKER_ID=worker_id,
         PILOTLIGHT_NODE_ID=node_id,
@@ -294,8 +306,8 @@ def _plan(
         (environment["PILOTLIGHT_CUDA_DEVICE"],) = workers.devices[index]
     return WorkerPlan(
         worker_id=worker_id,
-        command=(sys.executable, "-m", "pilotlight.worker"),
+        command=COMMAND,
         environment=environment,
-        log_path=log_file(settings.log_dir, f"worker-{index}.log"),
-        pid_path=settings.state_dir / "workers" / f"{index}.json",
+        log_path=log_of(settings.log_dir, index),
+        pid_path=pid_path_of(settings.state_dir, index),
     )

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
-import structlog
 
-from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
 from pilotlight.common.procfs import look_at
-
-log = structlog.get_logger()
+from pilotlight.loader.spawning import spawn
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,33 +36,20 @@ class Process:
 
     @classmethod
     def spawn(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Self:
-        """Start a process that is no part of our session: it goes on when we end. Its output goes
-        to a file, never to a pipe of ours, or to where our standard error goes; nowhere, where the
-        file cannot be written to, as on a full disk.
+        """Start a process that goes on when we end: see ``spawning.spawn``.
 
         Raises:
             OSError: it cannot be started.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        if log_path != STANDARD_ERROR:
-            log_path = _writable(log_path, flags)
-        opened = [
-            (os.POSIX_SPAWN_OPEN, 1, str(log_path), flags, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, STANDARD_ERROR_DESCRIPTOR),
-        ]
-        inherited = [(os.POSIX_SPAWN_DUP2, STANDARD_ERROR_DESCRIPTOR, 1)]
-        pid = os.posix_spawn(
-            command[0],
-            list(command),
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                *(inherited if log_path == STANDARD_ERROR else opened),
-            ],
-            setsid=True,
-            # Python ignores it; the child must not.
-            setsigdef=[signal.SIGPIPE],
-        )
+        return cls.begun(spawn(command, environment, log_path))
+
+    @classmethod
+    def begun(cls, pid: int) -> Self:
+        """A child of ours that has just begun.
+
+        Raises:
+            OSError: it cannot be watched, and was ended.
+        """
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -167,21 +151,6 @@ class ProcessFile:
                 ended.
         """
         self._path.unlink(missing_ok=True)
-
-
-def _writable(log_path: Path, flags: int) -> Path:
-    """The file, if it can be opened for writing; else the one that takes everything and keeps
-    nothing.
-    """
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(log_path, flags | os.O_CLOEXEC, 0o600))
-    except OSError as error:
-        log.error(
-            "a worker has no log", action="worker_log_failed", path=str(log_path), error=str(error)
-        )
-        return Path(os.devnull)
-    return log_path
 
 
 def _start_ticks(pid: int) -> int | None:

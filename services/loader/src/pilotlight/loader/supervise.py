@@ -24,6 +24,7 @@ from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.loader.metrics import LoaderMetrics
 from pilotlight.loader.processes import Process, ProcessFile
 from pilotlight.loader.reports import Changes
+from pilotlight.loader.workers_ahead import WorkersAhead
 from pilotlight.policy.ids import WorkerId
 
 log = structlog.get_logger()
@@ -61,6 +62,8 @@ class WorkerSupervisor:
     clock: Clock
     background: Background
     rng: random.Random = field(default_factory=random.Random)
+    ahead: WorkersAhead = field(default_factory=WorkersAhead)
+    """Workers that have begun already: for the first process of each."""
     terminate_s: float = TERMINATE_S
     stopped_s: float = STOPPED_S
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.1, limit_s=30.0))
@@ -77,6 +80,8 @@ class WorkerSupervisor:
     async def start(self) -> None:
         """Keep every worker running from now on. They say themselves when they are ready."""
         if not self._tasks:
+            for worker_id in self.ahead.names - {plan.worker_id for plan in self.plans}:
+                self._give_up(worker_id)
             self._tasks = [
                 self.background.spawn(f"keep {plan.worker_id}", self._keep(plan))
                 for plan in self.plans
@@ -161,6 +166,7 @@ class WorkerSupervisor:
         record = ProcessFile(plan.pid_path).read()
         process = Process.adopt(record) if record is not None else None
         if process is not None:
+            self._give_up(plan.worker_id)
             log.info(
                 "worker adopted",
                 action="worker_adopted",
@@ -173,7 +179,13 @@ class WorkerSupervisor:
         # On the event loop: between the start of a process and its record no task can be cancelled,
         # and no process is lost.
         try:
-            process = Process.spawn(plan.command, plan.environment, plan.log_path)
+            pid = self.ahead.take(plan.worker_id, plan.environment)
+            self._give_up(plan.worker_id)
+            process = (
+                Process.spawn(plan.command, plan.environment, plan.log_path)
+                if pid is None
+                else Process.begun(pid)
+            )
         except OSError as error:
             log.error(
                 "worker cannot be started",
@@ -189,8 +201,17 @@ class WorkerSupervisor:
             action="worker_started",
             worker_id=plan.worker_id,
             pid=process.record.pid,
+            ahead=pid is not None,
         )
         return process
+
+    def _give_up(self, worker_id: WorkerId) -> None:
+        """A worker that has begun already is not wanted, or is not there any more."""
+        pid = self.ahead.give_up(worker_id)
+        if pid is not None:
+            process = Process.begun(pid)
+            process.kill_session()
+            self.background.spawn(f"await the end of {worker_id}", process.ended())
 
     def _record(self, plan: WorkerPlan, process: Process) -> bool:
         """Write down which process the worker is, where that has not been done; whether it is

@@ -1,44 +1,20 @@
-"""``python -m pilotlight.worker``: one worker, or with ``--sim N`` N simulated ones."""
+"""``python -m pilotlight.worker``: see ``running``. Its engine's process begins before all else is
+imported, which takes as long as a good part of the engine's own imports.
+"""
 
-import argparse
 import sys
-from functools import partial
-from typing import TypeVar
 
-import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
-from pilotlight.common.errors import SettingsInvalid
-from pilotlight.common.settings import ServiceSettings
-from pilotlight.worker.engines.child_process import ChildAhead
-from pilotlight.worker.engines.options import engine_ahead
-from pilotlight.worker.settings import WorkerSettings
+from pilotlight.worker.engines.child_ahead import engine_ahead
 
-Settings = TypeVar("Settings", bound=ServiceSettings)
-parser = argparse.ArgumentParser(
-    prog="pilotlight.worker",
-    description="Speaks for one device. Settings are PILOTLIGHT_* variables.",
-)
-parser.add_argument("--sim", type=int, metavar="N", help="run N simulated workers in this process")
-
-
-def _read(kind: type[Settings]) -> Settings:
-    return kind()
-
-
-def _ahead() -> ChildAhead | None:
-    try:
-        return engine_ahead(_read(WorkerSettings))
-    except SettingsInvalid:
-        return None  # The service says what is wrong with them.
+AHEAD = "--ahead"
 
 
 def _main() -> int:
-    simulated: int | None = parser.parse_args().sim
-    # Before the rest is imported, which takes as long as a part of the engine's imports.
-    ahead = _ahead() if simulated is None else None
-    from pilotlight.common.service import run_service
-    from pilotlight.worker.app import build
+    arguments = sys.argv[1:]
+    ahead = engine_ahead() if arguments in ([], [AHEAD]) else None
+    from pilotlight.worker.running import run
 
-    return run_service("worker", WorkerSettings, partial(build, simulated=simulated, ahead=ahead))
+    return run(arguments, ahead)
 
 
 sys.exit(_main())

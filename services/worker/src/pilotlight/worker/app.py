@@ -23,7 +23,8 @@ from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.builds import Builds
 from pilotlight.worker.core import StartSteps, WorkerCore
 from pilotlight.worker.device_watch import DeviceWatch, WatchTimes
-from pilotlight.worker.engines.child_process import ChildAhead
+from pilotlight.worker.engines.child_ahead import ChildAhead
+from pilotlight.worker.engines.child_process import end_ahead
 from pilotlight.worker.engines.client import EngineClient
 from pilotlight.worker.engines.options import child_options, cuda_device, graph_ways, worker_name
 from pilotlight.worker.engines.process import ProcessEngine
@@ -61,6 +62,8 @@ async def build(
         raise BadRequest(
             "PILOTLIGHT_POOL_SOCKET is needed: a worker gets its models from the node's loader"
         )
+    if ahead is not None and kind is DeviceKind.SIM:
+        await end_ahead(ahead)
     node_id = NodeId(settings.node_id)
     names = [worker_id_of(node_id, index) for index in range(simulated or 1)]
     if simulated is None:

@@ -132,7 +132,10 @@ class Abort(Message, tag="abort", frozen=True, kw_only=True):
 
 
 class Promote(Message, tag="promote", frozen=True, kw_only=True):
-    """To a spare child: become the engine. ``EngineUp`` follows."""
+    """To a spare child, or one that was started ahead: become the engine. ``EngineUp`` follows."""
+
+    cuda_devices: tuple[str, ...] = ()
+    """UUIDs or indexes of the GPUs that it is shown, where that was not known when it started."""
 
 
 class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):

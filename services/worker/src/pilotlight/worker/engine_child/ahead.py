@@ -7,6 +7,7 @@ what goes on beside the imports.
     beside        [ library, driver, context )                           [ triton's digest of itself ...
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -63,10 +64,20 @@ def import_torch() -> None:
 
 
 def import_engine(*, cuda: bool) -> None:
-    """Imports everything that an engine needs before its first token."""
-    import_torch()
-    for name in (*ENGINE_MODULES, *(CUDA_MODULES if cuda else ())):
-        importlib.import_module(name)
+    """Imports everything that an engine needs before its first token.
+
+    Without the garbage collector, which looks at all modules again and again while they become more
+    and finds nothing that can go.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import_torch()
+        for name in (*ENGINE_MODULES, *(CUDA_MODULES if cuda else ())):
+            importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def beside(name: str, work: Callable[[], None]) -> threading.Thread:

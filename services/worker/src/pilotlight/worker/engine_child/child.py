@@ -232,10 +232,22 @@ def _is_promoted(connection: socket.socket) -> bool:
         # Nothing follows ``Promote`` until the child has said that it is up.
         while data := connection.recv(RECEIVE_BYTES):
             if commands := buffer.feed(data):
-                return isinstance(commands[0].message, Promote)
+                promoted = commands[0].message
+                if isinstance(promoted, Promote):
+                    _show(promoted.cuda_devices)
+                    return True
+                return False
     except ConnectionResetError:
         log.info("the parent is gone", action="engine_orphaned")
     return False
+
+
+def _show(cuda_devices: Sequence[str]) -> None:
+    """Before there is a context: the driver reads what it may show when it starts."""
+    if cuda_devices:
+        from pilotlight.common.machine import shown_gpus
+
+        os.environ.update(shown_gpus(cuda_devices))
 
 
 def _import_engine(faults: list[BaseException], kind: DeviceKind) -> None:

@@ -10,7 +10,6 @@ which the next look does not find again.
 """
 
 import mmap
-import os
 import struct
 from dataclasses import dataclass
 from zlib import crc32
@@ -70,17 +69,6 @@ class Slate:
     def close(self) -> None:
         """Let go of the page."""
         self._page.close()
-
-
-def new_file() -> int:
-    """A descriptor of memory for a slate. The caller closes it.
-
-    Raises:
-        OSError: there is none.
-    """
-    descriptor = os.memfd_create("slate", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, _PAGE_BYTES)
-    return descriptor
 
 
 def mark_of(instance_id: InstanceId) -> int:

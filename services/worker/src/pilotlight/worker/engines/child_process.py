@@ -3,67 +3,28 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
-import sys
-from asyncio.subprocess import DEVNULL
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from pilotlight.common.envelope import Timed
 from pilotlight.common.errors import DeadlineExceeded
-from pilotlight.common.machine import STANDARD_ERROR, STANDARD_ERROR_DESCRIPTOR
 from pilotlight.common.messages.codec import write_frame
 from pilotlight.common.messages.engine import EngineUp, Promote
 from pilotlight.common.waiting import within
-from pilotlight.policy.cluster import DeviceKind
-from pilotlight.worker.engine_child.slate import Slate, new_file
+from pilotlight.worker.engine_child.slate import Slate
+from pilotlight.worker.engines.child_ahead import ChildAhead
+from pilotlight.worker.engines.child_command import ChildOptions, prepared
 
 log = structlog.get_logger()
 
-PRIVATE = ("PILOTLIGHT_", "AWS_", "HF_", "HUGGING_FACE_")
-"""What a child does not inherit: our settings, and the credentials of object stores and hubs."""
-KEPT_KERNELS = "128"
-"""Kernels that torch compiles for shapes of matrices on a CPU and keeps, 0.5 MiB each; 1,024 by
-default. They outlast the model: nothing empties the caches. One model has some 170 shapes
-(``engine.models.layers.padded_rows``); most traffic has fewer."""
 REAP_DEADLINE_S = 2.0
 END_GRACE_S = 1.0
 """From the close of its socket to the process's end; then it is killed."""
-MAX_LOG_BYTES = 8 * 1024 * 1024
-"""A log that is longer is begun anew when the next child starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildOptions:
-    """How to start an engine child."""
-
-    threads: int
-    log_path: Path
-    """Its standard output and error: never an inherited pipe, which a grandchild would hold open.
-    """
-    faults: str = ""
-    log_level: str = "info"
-    device: DeviceKind = DeviceKind.CPU
-    cuda_devices: tuple[str, ...] = ()
-    """UUIDs or indexes of the GPUs that the child is shown. Empty: those that this process is
-    shown."""
-    device_bytes: int | None = None
-    """Memory for models, where a GPU shall not give what it has."""
-    step_tokens: int | None = None
-    record_images: bool = False
-    """Keep images of kernels, so that graphs can be written down (``LoadStage.record``)."""
-    note_kernels: bool = False
-    """Note compiled kernels, so that they can be written down (``Precomputed.record_kernels``)."""
-    witness: bool = False
-    """Its arena lies elsewhere, to tell addresses in graphs from all else (``GraphWays``)."""
-    module: str = "pilotlight.worker.engine_child.child"
-    """The child's program."""
 
 
 class Process(Protocol):
@@ -94,7 +55,7 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
         OSError: no process can be started.
     """
     with ExitStack() as on_failure, ExitStack() as always:
-        ours, slate_fd, command, how = _prepared(
+        ours, slate_fd, command, how = prepared(
             options, ("--spare",) if spare else (), on_failure, always
         )
         process = await asyncio.create_subprocess_exec(*command, **how)
@@ -104,44 +65,39 @@ async def spawn(options: ChildOptions, *, spare: bool = False) -> Child:
     return Child(process, reader, writer, slate)
 
 
-class ChildAhead:
-    """A child that was started before there was a loop to speak with it: it imports, and opens no
-    device before it is taken.
+async def begun(options: ChildOptions, ahead: ChildAhead | None) -> Child:
+    """A child: the one that was started ahead, if it fits, else one that is started now.
+
+    Raises:
+        OSError: no process can be started.
     """
+    if ahead is not None:
+        if ahead.fits(options):
+            child = await _connected(ahead)
+            # One that is gone already says so as any other that ends at its start.
+            write_frame(child.writer, Timed(Promote(cuda_devices=options.cuda_devices)))
+            return child
+        log.warning(
+            "the engine that was started ahead is not what the settings say",
+            action="engine_ahead_unfit",
+            pid=ahead.pid,
+        )
+        await end_ahead(ahead)
+    return await spawn(options)
 
-    def __init__(self, options: ChildOptions) -> None:
-        """Starts it.
 
-        Raises:
-            OSError: no process can be started.
-        """
-        with ExitStack() as on_failure, ExitStack() as always:
-            self._ours, slate_fd, command, how = _prepared(
-                options, ("--ahead",), on_failure, always
-            )
-            self._process = subprocess.Popen[bytes](command, **how)
-            self._slate = Slate(slate_fd)
-            on_failure.pop_all()
+async def end_ahead(ahead: ChildAhead) -> None:
+    """Nobody takes it. It is killed: it may be importing, and has nothing to give back."""
+    child = await _connected(ahead)
+    kill_group(child.process)
+    await bury(child)
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
-    async def take(self) -> Child:
-        """The child, told that it is the engine; once."""
-        child = await self._connected()
-        # One that is gone already says so as any other that ends at its start.
-        write_frame(child.writer, Timed(Promote()))
-        return child
-
-    async def end(self) -> None:
-        """Nobody takes it."""
-        await bury(await self._connected())
-
-    async def _connected(self) -> Child:
-        reader, writer = await asyncio.open_unix_connection(sock=self._ours)
-        return Child(_Started(self._process), reader, writer, self._slate)
+async def _connected(ahead: ChildAhead) -> Child:
+    slate = Slate(ahead.slate_fd)
+    os.close(ahead.slate_fd)
+    reader, writer = await asyncio.open_unix_connection(sock=ahead.connection)
+    return Child(_Started(ahead.process), reader, writer, slate)
 
 
 class _Started:
@@ -172,95 +128,6 @@ class _Started:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
         return self._process.wait()
-
-
-def _prepared(
-    options: ChildOptions, flags: tuple[str, ...], on_failure: ExitStack, always: ExitStack
-) -> tuple[socket.socket, int, list[str], dict[str, Any]]:
-    """This end of a child's socket, the slate's descriptor, the command, and how to start it.
-
-    Args:
-        options: the child's.
-        flags: more arguments.
-        on_failure: takes what is to be closed if it does not start.
-        always: takes what is to be closed at any rate.
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    on_failure.callback(ours.close)
-    always.enter_context(theirs)
-    slate_fd = new_file()
-    always.callback(os.close, slate_fd)
-    arguments = {
-        "--fd": theirs.fileno(),
-        "--slate-fd": slate_fd,
-        "--parent": os.getpid(),
-        "--threads": options.threads,
-        "--log-level": options.log_level,
-        "--device": options.device.value,
-        **({"--device-bytes": options.device_bytes} if options.device_bytes is not None else {}),
-        **({"--step-tokens": options.step_tokens} if options.step_tokens is not None else {}),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        options.module,
-        *(str(word) for pair in arguments.items() for word in pair),
-        *flags,
-        *(("--record-images",) if options.record_images else ()),
-        *(("--note-kernels",) if options.note_kernels else ()),
-        *(("--witness",) if options.witness else ()),
-    ]
-    output = always.enter_context(_open_log(options.log_path))
-    how: dict[str, Any] = {
-        "pass_fds": (theirs.fileno(), slate_fd),
-        "start_new_session": True,
-        "stdin": DEVNULL,
-        "stdout": output,
-        "stderr": output,
-        "env": _child_environment(options),
-    }
-    return ours, slate_fd, command, how
-
-
-def _open_log(path: Path) -> BinaryIO:
-    if path == STANDARD_ERROR:
-        # Not by its name: where it is a socket, as under systemd, it cannot be opened.
-        return os.fdopen(os.dup(STANDARD_ERROR_DESCRIPTOR), "ab")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        output = os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab"
-        )
-        if output.seekable() and output.tell() > MAX_LOG_BYTES:
-            output.truncate(0)
-    except OSError as error:
-        # On a disk that is full, or can only be read. An engine without a log serves; no engine
-        # does not.
-        log.error(
-            "the engine has no log", action="engine_log_failed", path=str(path), error=str(error)
-        )
-        return Path(os.devnull).open("ab")
-    return output
-
-
-def _child_environment(options: ChildOptions) -> dict[str, str]:
-    """The parent's, but for what is ``PRIVATE``: the child has no use for credentials."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
-    if options.device is DeviceKind.CUDA and options.cuda_devices:
-        # Indexes count as nvidia-smi does, and not the fastest first.
-        inherited |= {
-            "CUDA_VISIBLE_DEVICES": ",".join(options.cuda_devices),
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        }
-    return {
-        # oneDNN's cache, and that of torch in front of it.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": KEPT_KERNELS,
-        "LRU_CACHE_CAPACITY": KEPT_KERNELS,
-        **inherited,
-        "PILOTLIGHT_FAULTS": options.faults,
-        "OMP_NUM_THREADS": str(options.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
 
 
 def with_process(up: EngineUp, took_s: float) -> EngineUp:

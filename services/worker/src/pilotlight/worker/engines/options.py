@@ -1,6 +1,4 @@
-"""How a worker's settings have its engine's process started: known before there is anything else of
-the worker.
-"""
+"""How a worker's settings have its engine's process started."""
 
 import os
 
@@ -9,7 +7,7 @@ from pilotlight.common.machine import log_file
 from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import NodeId, WorkerId
-from pilotlight.worker.engines.child_process import ChildAhead, ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.settings import WorkerSettings
 
 
@@ -45,15 +43,3 @@ def child_options(settings: WorkerSettings, worker_id: WorkerId) -> ChildOptions
 def graph_ways(settings: WorkerSettings) -> GraphWays:
     """How its engines record and restore graphs."""
     return GraphWays(pointers=settings.graph_pointers, kernels=settings.graph_kernels)
-
-
-def engine_ahead(settings: WorkerSettings) -> ChildAhead | None:
-    """The engine's process: its imports take longer than all that the worker does before it wants
-    an engine. None: there is to be none, or it cannot be started now.
-    """
-    if settings.device == DeviceKind.SIM.value:
-        return None
-    try:
-        return ChildAhead(child_options(settings, worker_name(settings)))
-    except OSError:
-        return None  # Said when it is tried again.

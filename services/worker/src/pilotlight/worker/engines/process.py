@@ -41,14 +41,15 @@ from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.hang import Patience
 from pilotlight.policy.phase import Moment
+from pilotlight.worker.engines.child_ahead import ChildAhead
+from pilotlight.worker.engines.child_command import ChildOptions
 from pilotlight.worker.engines.child_process import (
     Child,
-    ChildAhead,
-    ChildOptions,
+    begun,
     bury,
+    end_ahead,
     kill_group,
     said_of,
-    spawn,
     with_process,
 )
 from pilotlight.worker.engines.client import EngineDied, EngineEvent
@@ -67,8 +68,7 @@ COMMAND_DEADLINE_S = 300.0
 hangs is found earlier."""
 STOP_DEADLINE_S = 3.0
 LET_GO_S = 1.0
-"""A child that is killed and still has its socket then is stuck in the driver: it is left to
-itself."""
+"""A child that is killed and has its socket then is stuck in the driver: it is left to itself."""
 MAX_EVENTS = 1024
 """Events that wait to be worked on; past it the child waits."""
 
@@ -148,7 +148,7 @@ class ProcessEngine:
             began_s = self._clock.monotonic_s()
             ahead, self._ahead = self._ahead, None
             try:
-                child = await (spawn(self._options) if ahead is None else ahead.take())
+                child = await begun(self._options, ahead)
             except OSError as error:
                 raise EngineFailed(f"the engine cannot be started: {error}") from error
             up = await self._begin(child)
@@ -305,7 +305,7 @@ class ProcessEngine:
         if self._spare is not None:
             await self._spare.stop()
         if self._ahead is not None:
-            await self._ahead.end()
+            await end_ahead(self._ahead)
         if child is not None:
             if self._up is not None:
                 await self._ask_to_end(child)

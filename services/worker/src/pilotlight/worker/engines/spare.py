@@ -18,7 +18,8 @@ from pilotlight.common.errors import EngineFailed, PilotlightError
 from pilotlight.common.messages.codec import read_frame, write_frame
 from pilotlight.common.messages.engine import EventFrame, Promote, SpareReady
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
-from pilotlight.worker.engines.child_process import Child, ChildOptions, bury, kill_group, spawn
+from pilotlight.worker.engines.child_command import ChildOptions
+from pilotlight.worker.engines.child_process import Child, bury, kill_group, spawn
 
 log = structlog.get_logger()
 
