@@ -21,7 +21,9 @@ class BatchLimits:
     gather_s: float = 0.0
     """How long new requests wait for each other, to share their first step (``gathering``)."""
     gather_running: int = 16
-    """They do so while more than these run."""
+    """They do so, and wait for a batch's end, while more than these run."""
+    ending_s: float = 0.0
+    """How long new requests wait for a batch that is about to end (``ending``)."""
     keep_promises: bool = False
     """Steps are shared so that promises are kept (``promises``)."""
     prefix_cache: bool = True
