@@ -25,7 +25,8 @@ from typing import Any
 
 import promises_device as device
 import served_gpu_load as load
-from promises_device import Asked, Served, Trial
+from promises_device import Served, Trial
+from promises_gateways import Asked
 from served_gpu import OUTPUT_TOKENS, PROMPT_TOKENS, SEED, TURNS, commit, conversations, machine
 from served_gpu_up import NO_SLO_MS
 
@@ -43,8 +44,10 @@ NOT_KEPT = BatchLimits(
     step_tokens=10_240, chunk_tokens=1024, running=256, gather_s=0.010, prefix_cache=False
 )
 """As a GPU's engine has them, but for promises."""
+KEPT = replace(NOT_KEPT, keep_promises=True)
 WAYS = {
-    "kept": replace(NOT_KEPT, keep_promises=True),
+    "kept": replace(KEPT, ending_s=0.050),
+    "no end awaited": KEPT,
     "not kept": NOT_KEPT,
     "vLLM's defaults": BatchLimits(step_tokens=8192, running=256, prefix_cache=False),
 }
