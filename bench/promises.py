@@ -46,7 +46,7 @@ NOT_KEPT = BatchLimits(
 """As a GPU's engine has them, but for promises."""
 KEPT = replace(NOT_KEPT, keep_promises=True)
 WAYS = {
-    "kept": replace(KEPT, ending_s=0.050),
+    "kept": replace(KEPT, ending_s=0.100),
     "no end awaited": KEPT,
     "not kept": NOT_KEPT,
     "vLLM's defaults": BatchLimits(step_tokens=8192, running=256, prefix_cache=False),

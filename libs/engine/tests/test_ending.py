@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paper_stage import PaperStage
 
 from pilotlight.engine.core.batch import Batch, Segment
-from pilotlight.engine.core.ending import END_TOKENS, LONG_TOKENS, awaits_end
+from pilotlight.engine.core.ending import LONG_TIMES, awaits_end
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.promises import DELIVERY_S, Outlook, Promises
 from pilotlight.engine.core.request import Request
@@ -17,10 +17,14 @@ from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import Promise, RequestKey, Sampling
 
 LIMITS = BatchLimits(
-    step_tokens=4096, chunk_tokens=400, running=64, gather_running=4, ending_s=0.050
+    step_tokens=4096, chunk_tokens=400, running=64, gather_running=4, ending_s=0.100
 )
-TOKEN_S = 0.00001
-"""What a token of a prompt adds to a step, on the device of these tests."""
+TOKEN_S, STEP_S = 0.00001, 0.005
+"""What a token of a prompt adds to a step, and what a step of streams takes, on the device of these
+tests."""
+NEAR = 18
+"""So many tokens end before a request has waited that came 10 ms ago."""
+LONG_TOKENS = LONG_TIMES * NEAR
 
 
 def request(name: str, prompt_tokens: int = 5, output: int = 200, queued_s: float = 0.0) -> Request:
@@ -38,14 +42,22 @@ def stream(name: str, left: int, had: int = LONG_TOKENS) -> Request:
 
 
 def streams(near: int, far: int) -> list[Request]:
-    close = [stream(f"n{place}", END_TOKENS) for place in range(near)]
-    return close + [stream(f"f{place}", END_TOKENS + 1) for place in range(far)]
+    close = [stream(f"n{place}", NEAR) for place in range(near)]
+    return close + [stream(f"f{place}", NEAR + 1, 2 * LONG_TOKENS) for place in range(far)]
+
+
+def train(promises: Promises) -> None:
+    """Steps of streams take the same whatever their contexts."""
+    prompt = Batch((Segment(0, 1000, (0,), wants_logits=True),))
+    prompt_s = 1000 * (1 + 500 / 12_000) * TOKEN_S
+    promises.pace.ran(prompt, 0.0, prompt_s)
+    alone = Batch((Segment(9, 1, (0,), wants_logits=True),))
+    promises.pace.ran(alone, prompt_s, prompt_s + STEP_S)
 
 
 def outlook(running: list[Request], now_s: float = 0.010) -> Outlook:
     promises = Promises(kept=True)
-    prompt = Batch((Segment(0, 1000, (0,), wants_logits=True),))
-    promises.pace.ran(prompt, 0.0, 1000 * (1 + 500 / 12_000) * TOKEN_S)
+    train(promises)
     return Outlook(promises, running, now_s)
 
 
@@ -55,7 +67,8 @@ def preempted() -> Request:
     return made
 
 
-SHORT = [stream(f"s{place}", 2, LONG_TOKENS - 1) for place in range(8)]
+SHORT = [stream(f"s{place}", 5, LONG_TIMES * 5 - 1) for place in range(8)]
+AT_LAST = [stream(f"l{place}", 1) for place in range(8)]
 AGAIN = [stream(f"a{place}", 2) for place in range(8)]
 for one in AGAIN:
     one.computed = 0
@@ -70,8 +83,10 @@ for one in AGAIN:
         (streams(3, 4), [request("w")], 0.010, False),
         (streams(4, 0), [request("w")], 0.010, False),
         (streams(8, 0), [], 0.010, False),
-        (streams(8, 0), [request("w")], 0.049, True),
-        (streams(8, 0), [request("w")], 0.050, False),
+        (streams(8, 0), [request("w")], 0.011, False),
+        (AT_LAST, [request("w")], 0.090, True),
+        (AT_LAST, [request("w")], 0.096, False),
+        (AT_LAST, [request("w")], 0.100, False),
         (streams(8, 0), [request("w", queued_s=-math.inf)], 0.010, False),
         (streams(8, 0), [request("w"), request("x", 400)], 0.010, False),
         (streams(8, 0), [preempted(), request("w")], 0.010, False),
@@ -84,7 +99,9 @@ for one in AGAIN:
         "fewer",
         "few run",
         "none waits",
-        "nearly long enough",
+        "they end later",
+        "the last steps",
+        "the last one ends later",
         "long enough",
         "nobody said since when",
         "one is long",
@@ -115,9 +132,12 @@ def test_what_is_left_is_what_neither_prompts_nor_delivery_take() -> None:
     waiting = [request("w", 300), request("x", 300)]
     assert seen.spare_s(waiting) == math.inf
     waiting[1].stands(NO_TENANT, Promise(first_token_in_s=0.2), 1.0)
+    assert seen.step_s == pytest.approx(STEP_S)
     prompts_s = 2 * 300 * (1 + 150 / 12_000) * TOKEN_S
-    assert seen.spare_s(waiting) == pytest.approx(0.2 - DELIVERY_S - prompts_s, rel=1e-3)
+    assert seen.spare_s(waiting) == pytest.approx(0.2 - DELIVERY_S - STEP_S - prompts_s)
     unknown = Outlook(Promises(kept=True), streams(8, 0), 1.0)
+    assert unknown.step_s is None
+    assert not awaits_end(LIMITS, [request("y", queued_s=1.0)], unknown)
     assert unknown.spare_s(waiting) == -math.inf, "it could be anything"
     assert Outlook(Promises(kept=False), streams(8, 0), 1.0).spare_s(waiting) == math.inf
 
@@ -128,6 +148,7 @@ def stage_of(ending_s: float, answers: list[int]) -> PaperStage:
         step_tokens=512, chunk_tokens=40, running=32, gather_running=4, ending_s=ending_s
     )
     stage = PaperStage(1000, limits)
+    train(stage.scheduler.promises)
     for left in answers:
         stage.submit([1, 2, 3], LONG_TOKENS + left)
     for _ in range(LONG_TOKENS):
@@ -146,7 +167,7 @@ def runs(stage: PaperStage, request: Request) -> bool:
 
 
 def test_a_newcomer_has_its_first_step_when_the_batch_has_ended() -> None:
-    stage = stage_of(0.050, [5] * 6)
+    stage = stage_of(0.100, [5] * 6)
     newcomer = come(stage, 3, 3)
     assert [runs(stage, newcomer) for _ in range(6)] == [False] * 5 + [True]
     at_once = stage_of(0.0, [5] * 6)
@@ -154,7 +175,7 @@ def test_a_newcomer_has_its_first_step_when_the_batch_has_ended() -> None:
 
 
 def test_those_that_run_go_on_ahead_of_the_host_until_the_batch_has_ended() -> None:
-    stage = stage_of(0.050, [3] * 6 + [90] * 5)
+    stage = stage_of(0.100, [3] * 6 + [90] * 5)
     come(stage, 3, 3)
     followed: list[bool] = []
     for _ in range(4):
@@ -177,7 +198,7 @@ ARRIVALS = st.lists(
     answers=st.lists(st.integers(1, 90), min_size=1, max_size=12),
     arrivals=ARRIVALS,
     step_ms=st.integers(1, 15),
-    ending_ms=st.integers(0, 60),
+    ending_ms=st.integers(0, 120),
 )
 def test_nobody_waits_longer_than_that_and_a_step_and_all_end(
     answers: list[int], arrivals: list[tuple[int, int, int]], step_ms: int, ending_ms: int
@@ -202,7 +223,7 @@ def test_nobody_waits_longer_than_that_and_a_step_and_all_end(
 
 
 @given(
-    answers=st.lists(st.integers(END_TOKENS + 40, 150), max_size=12),
+    answers=st.lists(st.integers(NEAR + 32, 150), max_size=12),
     arrivals=ARRIVALS,
 )
 def test_nothing_changes_where_no_end_is_near(
@@ -214,9 +235,9 @@ def test_nothing_changes_where_no_end_is_near(
             stage.now_s = step / 1000
             for at, prompt_tokens, output in arrivals:
                 if at == step:
-                    come(stage, prompt_tokens, output + LONG_TOKENS + END_TOKENS)
+                    come(stage, prompt_tokens, output + 60)
             if stage.scheduler.has_work:
                 seen.append(stage.step())
         return seen
 
-    assert plans(0.050) == plans(0.0)
+    assert plans(NEAR * STEP_S) == plans(0.0)

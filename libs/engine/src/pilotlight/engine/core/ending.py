@@ -14,11 +14,9 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.promises import Outlook
 from pilotlight.engine.core.request import Request
 
-END_TOKENS = 8
-"""A stream with no more to come is about to end: those of a wave end that many steps apart."""
-LONG_TOKENS = 32
-"""As many had a stream that is waited for, at least: where answers are short, all are about to end
-at any time."""
+LONG_TIMES = 4
+"""As many times what is to come had a stream that is waited for: of short answers, too, no larger
+part is spent so."""
 END_SHARE = 0.5
 """As much of a batch is about to end, at least: the others gain less than those that wait lose."""
 
@@ -42,8 +40,9 @@ def awaits_end(limits: BatchLimits, waiting: Collection[Request], outlook: Outlo
     1. Not where few requests run: there is little to be stretched.
     2. Not longer than ``ending_s`` from when the first of them came.
     3. Not for one that ran before, nor where one of them is long, as when they gather.
-    4. At least ``END_SHARE`` of those that run have no more than ``END_TOKENS`` to come, by what
-       they are allowed (a stop token may end others, and nobody knows), and had ``LONG_TOKENS``.
+    4. At least ``END_SHARE`` of those that run end before that, if they are given all the tokens
+       that they are allowed (a stop token may end others, and nobody knows) at the pace of now, and
+       have had ``LONG_TIMES`` as many.
     5. Not where a first token could be late by it.
 
     Args:
@@ -59,10 +58,13 @@ def awaits_end(limits: BatchLimits, waiting: Collection[Request], outlook: Outlo
     long = limits.chunk_tokens or limits.step_tokens
     if left_s <= 0 or first.takes or any(one.wanted >= long for one in waiting):  # 2, 3
         return False
-    ending = sum(map(_ends_soon, running))
+    step_s = outlook.step_s
+    if not step_s:
+        return False
+    ending = sum(_ends_within(one, left_s / step_s) for one in running)
     return ending >= END_SHARE * len(running) and outlook.spare_s(waiting) >= left_s  # 4, 5
 
 
-def _ends_soon(stream: Request) -> bool:
+def _ends_within(stream: Request, tokens: float) -> bool:
     left = stream.left_tokens
-    return left <= END_TOKENS and stream.position >= LONG_TOKENS and stream.wanted <= 1
+    return left <= tokens and LONG_TIMES * left <= stream.position and stream.wanted <= 1

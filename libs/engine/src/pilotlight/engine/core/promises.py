@@ -179,6 +179,11 @@ class Outlook:
         """Whether a request's first token can still come in time."""
         return self.promises.in_time(request, self.now_s)
 
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step in which each of those that run is given a token; None: not known."""
+        return self.promises.pace.streams_s(map(_context, self.running))
+
     def spare_s(self, waiting: Iterable[Request]) -> float:
         """How long those that wait can do so, and have their first tokens in time."""
         return self.promises.spare_s(waiting, self.running, self.now_s)
