@@ -13,8 +13,8 @@ class BatchLimits:
     chunk_tokens: int | None = None
     """Of one prompt in a step that also gives running requests their next tokens; None: as many as
     the step holds. A long prompt then stretches many steps a little, not one of them by its whole
-    time; short ones still share a step. A rest of at most half as many goes with the piece before
-    it."""
+    time; short ones still share a step. It has as few pieces of at most half as many more as there
+    can be, of about one length."""
     running: int = 256
     """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
     in every step."""
