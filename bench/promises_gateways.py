@@ -58,7 +58,7 @@ class _Gateway:
 
 
 class Gateways:
-    """All of a machine. Connections are theirs by turns, and a connection's next request is, too."""
+    """All of a machine. Connections are theirs by turns, and so are all requests of one."""
 
     def __init__(self, dice: random.Random) -> None:
         self._dice = dice

@@ -127,7 +127,7 @@ class BatchScheduler:
         """The next forward pass; it holds the oldest one, unless a token of it is under way.
 
         With ``at_most``, it holds no more requests than that: those that are left make the next
-        micro-batch. One whose next token is under way is booked as run (``advance``): it is in none.
+        micro-batch. One whose next token is under way is booked as run (``advance``), and in none.
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest
            to the others in order. Where there is one of the first kind, the others get no more
