@@ -9,8 +9,8 @@ host takes 5 ms more of each step with prompts. Steps take what they took on an 
 (``promises_device.py``), and gateways stand before it (``promises_gateways.py``); nothing else of a
 system is in it. Compared are steps that keep promises (``BatchLimits.keep_promises``), the same
 where newcomers wait for no batch's end (``BatchLimits.ending_s``), steps that do neither, and steps
-as vLLM's defaults make them: up to 8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at most 200
-ms, TPOT of at most 20 ms.
+as vLLM's defaults make them: up to 8,192 tokens, first come, first served, on the same device.
+Goodput is as there: TTFT of at most 200 ms, TPOT of at most 20 ms.
 
 Prints one JSON document in the form of ``bench/results``, a line for each measurement.
 """
