@@ -6,12 +6,13 @@ what ``bench/served_gpu.py`` asks: conversations at three rates for each of two 
 its own runs and four others, and short prompts at a number of clients. Then conversations alone on
 an instance that has learned nothing, whose kernels compile, whose predictions are wrong, or whose
 host takes 5 ms more of each step with prompts. Steps take what they took on an H200
-(``promises_device.py``); nothing else of a GPU is in it. Compared are steps that keep promises
-(``BatchLimits.keep_promises``), steps that do not, and steps as vLLM's defaults make them: up to
-8,192 tokens, first come, first served, on the same device. Goodput is as there: TTFT of at most 200
-ms, TPOT of at most 20 ms.
+(``promises_device.py``), and gateways stand before it (``promises_gateways.py``); nothing else of a
+system is in it. Compared are steps that keep promises (``BatchLimits.keep_promises``), the same
+where newcomers wait for no batch's end (``BatchLimits.ending_s``), steps that do neither, and steps
+as vLLM's defaults make them: up to 8,192 tokens, first come, first served, on the same device.
+Goodput is as there: TTFT of at most 200 ms, TPOT of at most 20 ms.
 
-Prints one JSON document in the form of ``bench/results``.
+Prints one JSON document in the form of ``bench/results``, a line for each measurement.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from typing import Any
 
 import promises_device as device
 import served_gpu_load as load
-from promises_device import Asked, Served, Trial
+from promises_device import Served, Trial
+from promises_gateways import Asked
 from served_gpu import OUTPUT_TOKENS, PROMPT_TOKENS, SEED, TURNS, commit, conversations, machine
 from served_gpu_up import NO_SLO_MS
 
@@ -43,8 +45,10 @@ NOT_KEPT = BatchLimits(
     step_tokens=10_240, chunk_tokens=1024, running=256, gather_s=0.010, prefix_cache=False
 )
 """As a GPU's engine has them, but for promises."""
+KEPT = replace(NOT_KEPT, keep_promises=True)
 WAYS = {
-    "kept": replace(NOT_KEPT, keep_promises=True),
+    "kept": replace(KEPT, ending_s=0.100),
+    "no end awaited": KEPT,
     "not kept": NOT_KEPT,
     "vLLM's defaults": BatchLimits(step_tokens=8192, running=256, prefix_cache=False),
 }
@@ -144,7 +148,8 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
     }
     rows = [row for shape in shapes for row in rows_of(shape, common)]
-    print(json.dumps({"benchmark": "promises", "measurements": rows}, indent=1))
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    print(f'{{"benchmark": "promises", "measurements": [\n{lines}\n]}}')
 
 
 if __name__ == "__main__":

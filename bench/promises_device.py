@@ -1,4 +1,5 @@
-"""One instance of ``bench/promises.py``: the engine's own scheduler, and a device that takes time.
+"""One instance of ``bench/promises.py``: the engine's own scheduler, a device that takes time, and
+gateways before it (``promises_gateways.py``).
 
 The figures of a device are fitted to what was served on an H200 (docs/benchmarks.md).
 """
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from promises_gateways import WAY_S, Asked, Gateways, Handed
 from served_gpu_client import Answer
 
 from pilotlight.engine.core.batch import Batch, Plan
@@ -24,12 +26,6 @@ from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import Promise, RequestKey, Sampling
 
 KV_TOKENS = 600_000
-THERE_S, BACK_S = 0.005, 0.003
-"""From a client to the engine, and from the engine to the client."""
-GATEWAY_S = 0.003
-"""Of ``THERE_S``, what the gateway knows of and takes off what it promises."""
-TOKENIZED_S = 0.0007
-"""Of requests that come at once: from one to the next."""
 IDLE_S = 0.0005
 NOISE = (0.97, 1.06)
 FIRST_STREAMS = 8
@@ -112,15 +108,6 @@ class WrongPace(Pace):
         return None if seconds is None else seconds * self._share
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request."""
-
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-
 class Served:
     """One instance, asked at the times of a trace, or by clients in turn."""
 
@@ -133,9 +120,12 @@ class Served:
         self._trial, self._sizes = trial or Trial(), Counter[int]()
         if trial is not None:
             self._scheduler.promises.pace = WrongPace(trial.predicted)
-        self._promise, self._began_s, self._asked = Promise(), 0.0, 0
+        self._promise, self._began_s = Promise(), 0.0
         self._answers: dict[RequestKey, Answer] = {}
-        self._coming: list[tuple[float, int, Asked]] = []
+        self._gateways = Gateways(self._dice)
+        self._through: dict[RequestKey, int] = {}
+        """Which gateway."""
+        self._coming: list[Handed] = []
         self._next: list[Asked] = []
         self._ahead: Plan | None = None
         self._now_s = 0.0
@@ -144,40 +134,54 @@ class Served:
         """At the times of a trace."""
         self._promise, self._began_s = promise, self._now_s
         for one in asked:
-            self._come(self._began_s + one.at_s, one)
+            self._gateways.ask(self._began_s + one.at_s, one)
         return self._run()
 
     def in_turn(self, asked: Sequence[Asked], clients: int, promise: Promise) -> list[Answer]:
         """By so many clients, each with the next as soon as it has an answer."""
         self._promise, self._began_s = promise, self._now_s
         self._next = list(asked[clients:])
-        for place, one in enumerate(asked[:clients]):
-            self._come(self._began_s + place * TOKENIZED_S, one)
+        for one in asked[:clients]:
+            self._gateways.ask(self._began_s, one)
         return self._run()
 
-    def _come(self, at_s: float, asked: Asked) -> None:
-        self._asked += 1
-        heapq.heappush(self._coming, (at_s, self._asked, asked))
-
     def _run(self) -> list[Answer]:
-        while self._coming or self._scheduler.has_work:
-            while self._coming and self._coming[0][0] + THERE_S <= self._now_s:
-                at_s, _, asked = heapq.heappop(self._coming)
-                self._ask(at_s, asked)
+        while self._waits_for_none():
+            while self._coming and self._coming[0].at_s <= self._now_s:
+                self._ask(heapq.heappop(self._coming))
             if self._scheduler.has_work:
                 self._step()
-            else:
-                self._now_s = self._coming[0][0] + THERE_S
         answers, self._answers = list(self._answers.values()), {}
         return answers
 
-    def _ask(self, at_s: float, asked: Asked) -> None:
+    def _waits_for_none(self) -> bool:
+        """Lets what was sent until now reach the engine; where nothing is there, the next comes.
+
+        False: nothing comes any more.
+        """
+        self._hand_over(self._now_s)
+        if not self._scheduler.has_work:
+            begins_s = self._gateways.begins_s
+            if not self._coming and begins_s is not None:
+                self._hand_over(begins_s)
+            if not self._coming:
+                return False
+            self._now_s = max(self._now_s, self._coming[0].at_s)
+        return True
+
+    def _hand_over(self, until_s: float) -> None:
+        for one in self._gateways.handed(until_s):
+            heapq.heappush(self._coming, one)
+
+    def _ask(self, handed: Handed) -> None:
+        asked = handed.asked
         key = RequestKey(RequestId(f"{self._began_s}-{len(self._answers)}"), 0)
         sampling = Sampling(seed=0, max_tokens=asked.output_tokens)
         request = Request(key, [0] * asked.prompt_tokens, (), sampling, KV_TOKENS)
-        request.stands(NO_TENANT, self._promise, at_s + THERE_S - GATEWAY_S)
+        request.stands(NO_TENANT, self._promise, handed.known_s)
         request.queued_s = self._now_s
-        self._answers[key] = Answer(None, at_s, prompt_tokens=asked.prompt_tokens)
+        self._answers[key] = Answer(None, handed.sent_s, prompt_tokens=asked.prompt_tokens)
+        self._through[key] = handed.gateway
         self._scheduler.submit(request)
 
     def _step(self) -> None:
@@ -205,10 +209,13 @@ class Served:
         return seconds * self._dice.uniform(*COMPILING) if compiles else seconds
 
     def _hand_out(self, plan: Plan) -> None:
-        told_s = self._now_s + BACK_S
+        self._hand_over(self._now_s + WAY_S)
+        self._gateways.receive(self._now_s)
         for request in plan.sampled:
-            answer = self._answers[request.key]
-            if request.first_s is None:
+            answer, first = self._answers[request.key], request.first_s is None
+            gateway, last = self._through[request.key], request.about_to_end
+            told_s = self._gateways.tell(gateway, first=first, last=last)
+            if first:
                 request.first_s, request.first_position = self._now_s, request.position
                 answer.first_s = told_s
             else:
@@ -218,4 +225,4 @@ class Served:
             if request.accept(0) is not None:
                 self._scheduler.end(request, RequestEvent.FINISH)
                 if self._next:
-                    self._come(told_s, self._next.pop(0))
+                    self._gateways.ask(told_s, self._next.pop(0), gateway)

@@ -23,7 +23,9 @@ same. For each part:
 * conversations with the lengths of a trace's (``data/azure_conv_2023_sample.csv``) at three rates,
   Poisson arrivals, the same for both. Goodput is the share of answers with TTFT of at most 200 ms
   and TPOT of at most 20 ms, times the rate. Ours is told this SLO as its users tell it, as the
-  model's; vLLM has no such setting. The part's file keeps the times of each of these requests.
+  model's; vLLM has no such setting.
+
+The part's file keeps the times of each request, and ``OUT/requests.json`` has those of all parts.
 
 Times to the first token (TTFT), a token after it (TPOT, by request) and between texts (ITL) are the
 client's, in milliseconds. Prompts are random and all different, output is greedy, and nothing stops
@@ -51,7 +53,7 @@ from typing import Any
 import served_gpu_cpu as cpu
 import served_gpu_load as load
 from engine_gpu_job import SHAPES, weights_bytes
-from served_gpu_join import PARTS, joined, shape_of, table
+from served_gpu_join import PARTS, joined, requests_of, shape_of, table
 from served_gpu_models import Prompts, prepare
 from served_gpu_servers import COLDS, ROOT, SHARED_MEMORY, Pilotlight, Vllm, await_free_device
 from served_gpu_up import NO_SLO_MS, Up
@@ -240,8 +242,7 @@ def measure(part: Part, up: Up, prompts: Prompts, sizes: Sizes, *, profile: bool
             if before and after:
                 found["cpu"] = cpu.taken(before, after)
             part.document["rows"].setdefault(row.name, []).append(found)
-            if row.rate_per_s is not None:
-                part.document["requests"][row.name] = load.each(answers)
+            part.document["requests"].setdefault(row.name, []).append(load.each(answers))
             part.write()
         part.say(f"{name}: {load.told(found)}" + (f"; WRONG {wrong[:3]}" if wrong else ""))
     part.write(complete=True)
@@ -384,6 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = [json.loads(file.read_text()) for file in sorted(asked.out.glob("*-*.json"))]
     document = joined(parts, commit())
     (asked.out / "served_gpu.json").write_text(json.dumps(document, indent=2))
+    (asked.out / "requests.json").write_text(requests_of(parts))
     print(table(document), file=sys.stderr)
     print(json.dumps(document), flush=True)
     if document["missed"]:

@@ -4,6 +4,7 @@ and a table for people.
 No I/O.
 """
 
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,19 @@ def joined(parts: Sequence[Part], commit: str) -> dict[str, Any]:
             for name, part in by_name.items()
         },
     }
+
+
+def requests_of(parts: Sequence[Part]) -> str:
+    """The times of each request of all parts, a line for each row's round."""
+    lines = [
+        json.dumps(
+            {"part": part["part"], "commit": part["commit"], "row": row, "round": place, **each}
+        )
+        for part in parts
+        for row, rounds in part.get("requests", {}).items()
+        for place, each in enumerate(rounds)
+    ]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def _measured(shape: str, sides: Mapping[str, Part], commit: str) -> Iterator[dict[str, Any]]:

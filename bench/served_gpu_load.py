@@ -286,9 +286,9 @@ COLUMNS = (
     "longest_ms",
     "stretched",
 )
-STRETCHED_MS = 20.0
+STRETCHED_MS, STRETCHED_TIMES = 20.0, 2.0
 """A gap between texts that is longer is told with when it began: where a step held prompts, the
-streams of that moment have one."""
+streams of that moment have one. Where clients ask in turn, one of so many times the median."""
 
 
 def told(found: Mapping[str, Any]) -> str:
@@ -302,22 +302,26 @@ def each(answers: Sequence[Answer]) -> dict[str, Any]:
 
     Times are milliseconds; ``sent_ms`` and the beginnings of stretched gaps since the row began.
     """
+    in_turn = all(answer.planned_s is None for answer in answers)
+    usual_s = percentile([gap_s for answer in answers for gap_s in answer.gaps_s], 0.5)
+    stretched_ms = STRETCHED_TIMES * usual_s * 1e3 if in_turn else STRETCHED_MS
     rows: list[list[Any]] = []
     for answer in sorted(answers, key=lambda answer: answer.sent_s):
         ends_s = list(accumulate(answer.gaps_s, initial=answer.first_s))
         stretched = [
             [round(began_s * 1e3, 1), round(gap_s * 1e3, 1)]
             for began_s, gap_s in zip(ends_s, answer.gaps_s, strict=False)
-            if gap_s * 1e3 > STRETCHED_MS
+            if gap_s * 1e3 > stretched_ms
         ]
         row = [
-            answer.sent_s * 1e3,
+            round(answer.sent_s * 1e3, 1),
             answer.prompt_tokens,
-            (answer.first_s - answer.sent_s) * 1e3,
+            round((answer.first_s - answer.sent_s) * 1e3, 1),
             answer.output_tokens,
-            (tpot_s(answer) or 0.0) * 1e3,
+            round((tpot_s(answer) or 0.0) * 1e3, 3),
             is_good(answer),
-            max(answer.gaps_s, default=0.0) * 1e3,
+            round(max(answer.gaps_s, default=0.0) * 1e3, 1),
+            stretched,
         ]
-        rows.append([*(round(one, 1) if isinstance(one, float) else one for one in row), stretched])
-    return {"columns": COLUMNS, "rows": rows}
+        rows.append(row)
+    return {"columns": COLUMNS, "stretched_ms": round(stretched_ms, 1), "rows": rows}

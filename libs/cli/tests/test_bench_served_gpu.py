@@ -196,26 +196,6 @@ def test_figures_of_a_round():
     assert (found["good_share"], found["goodput_per_s"]) == (0.25, 1.0)
 
 
-def test_each_request_of_a_row_can_be_looked_at_afterwards():
-    from served_gpu_load import each
-
-    late = answer(0.5, 0.8, 0.86, 4, prompt_tokens=900, gaps_s=[0.01, 0.04, 0.01])
-    found = each([late, answer(0.0, 0.1, 0.1, 1, prompt_tokens=7, gaps_s=[])])
-    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
-    assert [row["sent_ms"] for row in rows] == [0.0, 500.0], "in the order in which they were sent"
-    assert rows[0]["good"]
-    assert rows[1] == {
-        "sent_ms": 500.0,
-        "prompt_tokens": 900,
-        "ttft_ms": 300.0,
-        "output_tokens": 4,
-        "tpot_ms": 20.0,
-        "good": False,
-        "longest_ms": 40.0,
-        "stretched": [[810.0, 40.0]],
-    }
-
-
 @given(values=st.lists(st.floats(0, 1e6), min_size=2, max_size=50))
 def test_percentiles_are_the_inclusive_ones(values):
     from served_gpu_load import percentile

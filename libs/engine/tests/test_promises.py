@@ -228,7 +228,7 @@ def test_prompts_are_cut_beside_streams_also_while_a_first_token_is_in_danger():
         stage.step()
         trained(stage.scheduler.promises.pace)
         stage.submit(list(range(1000)), 5, promise=Promise(first_token_in_s=first_in_s))
-        assert stage.step()[1] == ("r1", 0, 100)
+        assert stage.step()[1] == ("r1", 0, 143), "the first of seven pieces"
 
 
 class Dues:

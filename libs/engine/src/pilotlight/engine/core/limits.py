@@ -13,15 +13,17 @@ class BatchLimits:
     chunk_tokens: int | None = None
     """Of one prompt in a step that also gives running requests their next tokens; None: as many as
     the step holds. A long prompt then stretches many steps a little, not one of them by its whole
-    time; short ones still share a step. A rest of at most half as many goes with the piece before
-    it."""
+    time; short ones still share a step. It has as few pieces of at most half as many more as there
+    can be, of about one length."""
     running: int = 256
     """Requests that own blocks at once; at most ``step_tokens``, so that each stream gets its token
     in every step."""
     gather_s: float = 0.0
     """How long new requests wait for each other, to share their first step (``gathering``)."""
     gather_running: int = 16
-    """They do so while more than these run."""
+    """They do so, and wait for a batch's end, while more than these run."""
+    ending_s: float = 0.0
+    """How long new requests wait for a batch that is about to end (``ending``)."""
     keep_promises: bool = False
     """Steps are shared so that promises are kept (``promises``)."""
     prefix_cache: bool = True

@@ -20,6 +20,7 @@ alone does not keep.
 """
 
 import heapq
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -85,6 +86,29 @@ class Promises:
         if kept is None:
             return first
         return next((one for place, one in enumerate(timely) if place in kept), first)
+
+    def spare_s(
+        self, waiting: Iterable[Request], running: Iterable[Request], now_s: float
+    ) -> float:
+        """How long those that wait can do so, and have their first tokens in time, one after the
+        other.
+
+        Args:
+            waiting: in the order in which they came.
+            running: their prompts end before.
+            now_s: on the engine's clock.
+
+        Returns:
+            Seconds; infinity, where nothing is promised; less than none, where what steps take is
+                not known.
+        """
+        spare_s, ends_s = math.inf, now_s + self._ahead_s(running) + DELIVERY_S
+        for one in waiting:
+            ends_s += self._runs_s(one)
+            if self.kept and one.due_s is not None:
+                spare_s = min(spare_s, one.due_s - ends_s)
+        known = bool(self.pace.prompt_token_s) or spare_s == math.inf
+        return spare_s if known else -math.inf
 
     def crowded(self, running: Collection[Request], request: Request, now_s: float) -> bool:
         """Whether those that run would be late if this one ran, too."""
@@ -154,6 +178,15 @@ class Outlook:
     def in_time(self, request: Request) -> bool:
         """Whether a request's first token can still come in time."""
         return self.promises.in_time(request, self.now_s)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step in which each of those that run is given a token; None: not known."""
+        return self.promises.pace.streams_s(map(_context, self.running))
+
+    def spare_s(self, waiting: Iterable[Request]) -> float:
+        """How long those that wait can do so, and have their first tokens in time."""
+        return self.promises.spare_s(waiting, self.running, self.now_s)
 
     def choice(self, timely: Collection[Request]) -> Request:
         """Which of those that can be in time is next, so that most of them will be."""

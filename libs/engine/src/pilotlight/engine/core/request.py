@@ -155,9 +155,14 @@ class Request:
         return len(self.token_ids) >= self.kv_tokens
 
     @property
+    def left_tokens(self) -> int:
+        """As many may follow at most."""
+        return self.kv_tokens - len(self.token_ids)
+
+    @property
     def about_to_end(self) -> bool:
         """The next token is the last one, whichever it is."""
-        return len(self.token_ids) + 1 >= self.kv_tokens
+        return self.left_tokens <= 1
 
     def stands(self, share: FairShare, promise: Promise | None, now_s: float) -> None:
         """Says on whose behalf it waits, and what is promised of it from now on."""

@@ -37,7 +37,7 @@ import math
 from pilotlight.engine.core.admission import check_kv_room
 from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
-from pilotlight.engine.core.gathering import gathers
+from pilotlight.engine.core.ending import waits
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.promises import Outlook, Promises
@@ -127,8 +127,7 @@ class BatchScheduler:
         """The next forward pass; it holds the oldest one, unless a token of it is under way.
 
         With ``at_most``, it holds no more requests than that: those that are left make the next
-        micro-batch. A request whose next token is still under way is booked as run (see
-        ``advance``), wants nothing, and so is in none.
+        micro-batch. One whose next token is under way is booked as run (``advance``), and in none.
 
         1. The step's tokens are shared: one for each running request that wants no more, the rest
            to the others in order. Where there is one of the first kind, the others get no more
@@ -136,15 +135,16 @@ class BatchScheduler:
         2. Oldest first, each request that is to run gets the block that it lacks. While none is
            free, the youngest gives up its own; the youngest itself sits this step out instead.
         3. If no request had to give up blocks, requests are taken up as far as places, tokens and
-           blocks go, unless they gather (``gathering``) or those that run would be late. None
-           behind one that gets only a part of what it wants: it came first.
+           blocks go, unless they wait for others (``gathering``) or for a batch's end (``ending``),
+           or those that run would be late. None behind one that gets only a part: it came first.
         """
         share = self._sharing.of_step(self._running, self._queue, self.promises, now_s)
         counts = self._sharing.among(self._running, at_most, share)  # 1
         preempted = self._make_room(counts)  # 2
         places = self._limits.running if at_most is None else at_most - len(counts)
         left = self._sharing.left_for_newcomers(self._running, counts, share)
-        idle = preempted or gathers(self._limits, self.running, self._queue, now_s)
+        outlook = Outlook(self.promises, self._running.values(), now_s)
+        idle = preempted or waits(self._limits, self._queue, outlook)
         taken = TakenUp({}, 0, 0) if idle else self._take_up(now_s, left, places, share.cap)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
@@ -308,8 +308,8 @@ class BatchScheduler:
         of its requests.
 
         1. Nothing else has a claim: no request waits that could be taken up, now or when this
-           plan's requests have their tokens, unless they gather; every request that runs is in
-           the plan and gets a token from it.
+           plan's requests have their tokens, unless they wait for others or for this batch's end;
+           every request that runs is in the plan and gets a token from it.
         2. Requests that end with that token are left out. Others may end with it, too (a stop
            token): what their rows give is dropped then.
         3. Every request has room for one token more.
@@ -321,9 +321,9 @@ class BatchScheduler:
         # elsewhere.
         segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
         going = [request for request in self._running.values() if not request.about_to_end]
-        waiting = self._queue
-        claimed = waiting and (len(going) < len(self._running) or not self._full(now_s))
-        if not going or (claimed and not gathers(self._limits, self.running, waiting, now_s)):  # 1
+        claimed = self._queue and (len(going) < len(self._running) or not self._full(now_s))
+        outlook = Outlook(self.promises, going, now_s)
+        if not going or (claimed and not waits(self._limits, self._queue, outlook)):  # 1
             return None
         if any(
             request not in segments or not segments[request].wants_logits

@@ -20,7 +20,7 @@ class StepShare:
     tokens: int
     """Of streams and prompts together."""
     cap: int
-    """Of one prompt, but for a rest (``Sharing.portion``)."""
+    """Of one prompt, and half as many more (``Sharing.portion``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Sharing:
         Args:
             wanted: as many does it want.
             left: of the step's.
-            cap: of one prompt; a rest that is no more than half of it goes with the piece before,
-                for it would stretch a step of its own by little less.
+            cap: of one prompt, and half as many more: each piece stretches a step, so there are as
+                few as can be, of about one length.
             first: nothing else runs so far.
         """
         if not self.whole_prompts:
-            return min(wanted if wanted <= cap + cap // 2 else cap, left)
+            return min(wanted if cap >= left else _piece(wanted, cap + cap // 2), left)
         return wanted if first or wanted <= left else 0
 
     def among(
@@ -109,6 +109,11 @@ class Sharing:
         if any(count < running[key].wanted for key, count in counts.items()):
             return 0
         return share.tokens - sum(counts.values())
+
+
+def _piece(wanted: int, most: int) -> int:
+    """The first of as few as can be, of about one length."""
+    return -(-wanted // -(-wanted // most))
 
 
 def left_behind(request: Request, count: int, left: int) -> int:

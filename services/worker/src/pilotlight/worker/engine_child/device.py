@@ -36,6 +36,9 @@ an H200. No piece, with its rest, is so long that cuDNN attends to it (``cuda.ru
 CUDA_GATHER_S = 0.010
 """How long prompts that come one after the other wait for each other; about two steps of a large
 batch."""
+CUDA_ENDING_S = 0.100
+"""How long prompts wait for a large batch that is about to end: some 15 of its steps, for so many
+apart do the answers of a wave end (decision 108)."""
 FIXED_RESERVE_BYTES = 1 << 30
 """Of a GPU's memory, what is not for models: kernels, libraries' workspaces, graphs."""
 RESERVE_SHARE = 0.02
@@ -95,6 +98,7 @@ def open_device(
         limits = replace(
             _limits(step_tokens or CUDA_STEP_TOKENS),
             gather_s=CUDA_GATHER_S,
+            ending_s=CUDA_ENDING_S,
             chunk_tokens=CUDA_CHUNK_TOKENS,
             keep_promises=True,
         )
