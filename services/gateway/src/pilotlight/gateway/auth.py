@@ -224,8 +224,10 @@ class Authenticator:
         now_s, changes = self._clock.monotonic_s(), self._changes
         if cached is None:
             key = await self._keys.by_hash(digest)
-        elif cached.reading and now_s - cached.read_s < CACHE_S + RECHECK_DEADLINE_S:
-            # All that run ask again at the same moment: one look is enough for them.
+        elif cached.reading:
+            # All that run ask again at the same moment: one look is enough for them, and it has a
+            # deadline. Without an end of its own here: where the loop is late by seconds, all that
+            # came would look, and it would be later still.
             return cached
         else:
             key = await self._read_again(digest, cached)

@@ -295,7 +295,9 @@ class Edge:
                 failure = error if isinstance(error, PilotlightError) else _bug(error)
                 note_error(scope, failure)
                 if not sender.status:
-                    await error_response(failure)(scope, receive, sender)
+                    response = error_response(failure)
+                    if not _sent_at_once(response, sender):
+                        await response(scope, receive, sender)
             finally:
                 room.release()
                 code = scope["state"].get(_ERROR_CODE, "")

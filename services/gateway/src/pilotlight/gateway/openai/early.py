@@ -1,5 +1,7 @@
 """What is refused before its prompt is prepared."""
 
+import math
+
 from pilotlight.common.errors import TooManyHeld
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.asker import Asker
@@ -7,18 +9,28 @@ from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.serving.starts import ColdStart
 
 
-def check_room(parts: ExchangeParts, asker: Asker, entry: CatalogEntry) -> None:
-    """A request whose turn would never come is refused, and counted as those are that are refused
-    later; it has used nothing, so there is no record of its use.
+def check_room(
+    parts: ExchangeParts, asker: Asker, entry: CatalogEntry, prompt_wait_s: float
+) -> None:
+    """A request whose turn would never come, or too late for what its model promises, is refused,
+    and counted as those are that are refused later; it has used nothing, so there is no record of
+    its use. Lines of batches are promised nothing.
+
+    Args:
+        parts: what exchanges work with.
+        asker: whose request it is.
+        entry: its model.
+        prompt_wait_s: how long its prompt would wait to be prepared.
 
     Raises:
-        TooManyHeld: all places are taken where it would wait.
+        TooManyHeld: all places are taken where it would wait, or it would wait for too long.
     """
     if asker.cold_start is not ColdStart.ALLOW:
         # Such a request may have another reason to be refused, and does not wait.
         return
+    due_s = entry.model.slo.ttft_ms / 1000 if asker.paced else math.inf
     try:
-        parts.requests.check_room(entry.model.name, asker.key.tenant.share)
+        parts.requests.check_room(entry.model, asker.key.tenant.share, prompt_wait_s, due_s)
     except TooManyHeld as error:
         parts.measures.finished(entry.model.name, error.code, 0, 0, None, held=False)
         raise

@@ -161,11 +161,12 @@ class PendingQueue:
         """How often each of those that wait is told how far it has come."""
         return min(max(PROGRESS_INTERVAL_S, self._room.held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
 
-    def check_room(self, model: ModelName, share: FairShare) -> None:
-        """Raises what ``enter`` would for want of a place, if it were asked now."""
-        line = self._lines.get(model)
-        if line:
-            self._made_by(line, share)
+    def check_room(self, model: ModelName, share: FairShare) -> float:
+        """The wait of one more (``Line.wait_s``); raises what ``enter`` would for want of room."""
+        if not (line := self._lines.get(model)):
+            return 0.0
+        self._made_by(line, share)
+        return line.wait_s(share.tenant, share.weight)
 
     def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
         """Take a place; it may have its instance at once.
@@ -184,7 +185,7 @@ class PendingQueue:
         place = Place(self, ticket, next(self._numbers))
         line = self._lines.get(ticket.model)
         if line is None:
-            line = self._lines[ticket.model] = Line()
+            line = self._lines[ticket.model] = Line(self._clock.monotonic_s)
         if not line:
             route = self._pick(ticket)
             if route is not None:

@@ -20,7 +20,6 @@ from pilotlight.common.errors import (
     NoRoom,
     NotLoaded,
     PilotlightError,
-    TooManyHeld,
     WorkerLost,
     error_of,
 )
@@ -42,8 +41,10 @@ from pilotlight.gateway.serving.token_request import (
     Tokens,
     Update,
 )
+from pilotlight.gateway.serving.turned_away import check_room
 from pilotlight.policy.fairness import FairShare
-from pilotlight.policy.ids import InstanceId, ModelName
+from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
 
@@ -67,19 +68,14 @@ class Requests:
         self.live = 0
         """Requests that are held or run."""
 
-    def check_room(self, model: ModelName, share: FairShare) -> None:
-        """Before work is done for a request: whether one that came now would be turned away.
-
-        It has arrived all the same: instances start for what comes, not for what is let in.
+    def check_room(self, model: Model, share: FairShare, wait_s: float, due_s: float) -> None:
+        """Before work is done for a request: whether one that came now would be turned away; see
+        ``turned_away.check_room``.
 
         Raises:
             TooManyHeld: it would.
         """
-        try:
-            self._parts.queue.check_room(model, share)
-        except TooManyHeld:
-            self._parts.arrivals.arrived(model)
-            raise
+        check_room(self._parts, model, share, wait_s, due_s)
 
     async def run(self, request: TokenRequest, listener: Listener) -> None:
         """Tell what happens to a request, until it has ended.

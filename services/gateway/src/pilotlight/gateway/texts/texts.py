@@ -74,6 +74,10 @@ class Texts:
         """End them."""
         await self._pool.stop()
 
+    def wait_s(self, owner: str) -> float:
+        """See ``HelperPool.wait_s``."""
+        return self._pool.wait_s(owner)
+
     async def read(self, body: bytes, as_type: type[R], owner: str) -> R:
         """Decode and check a large body.
 
