@@ -36,6 +36,11 @@ TOGETHER = 16
 a short chat does."""
 TOGETHER_BYTES = 4 * 1024
 """Of them. Larger ones are a millisecond's work and more, which another helper may do meanwhile."""
+TOGETHER_IN_LINE = 8 * TOGETHER
+"""So many at most, and of so much more, where twice ``TOGETHER`` wait for each helper: an answer is taken once in a
+turn of the loop, and where a turn takes a third of a second, three times 16 prompts are 150 a
+second, whatever the helpers can do.
+"""
 HOLD_S = 0.002
 """For so long since it began, a helper that works for the same client and model is waited for, and
 no other is woken."""
@@ -236,12 +241,17 @@ class HelperPool:
                 return
             helper = self._holder(chosen.model)
             # One that lacks the bundle would ask for it with each of them.
-            most = TOGETHER if chosen.model in helper.held else 1
-            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES)
+            most = self._together() if chosen.model in helper.held else 1
+            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES * max(1, most // TOGETHER))
             for job in jobs:
                 self._waiting.pop(job.lane.number)
             self._begin(jobs, helper)
             self._paced(len(jobs))
+
+    def _together(self) -> int:
+        """How many go to one helper, at most."""
+        for_each = len(self._waiting) // self._bounds.helpers
+        return TOGETHER if for_each < 2 * TOGETHER else min(for_each, TOGETHER_IN_LINE)
 
     def _paced(self, turns: int) -> None:
         """So many have had their turn."""
