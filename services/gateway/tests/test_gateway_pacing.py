@@ -87,21 +87,18 @@ class Parts:
 
     def __init__(self, line_wait_s, *states):
         seen = [SimpleNamespace(instance=SimpleNamespace(state=state)) for state in states]
-        self.arrived = []
         self.queue = SimpleNamespace(check_room=lambda *_: line_wait_s)
-        self.arrivals = SimpleNamespace(arrived=self.arrived.append)
         self.fleet = SimpleNamespace(
             instances=lambda _: seen,
             serving=lambda _: [one for one in seen if one.instance.state in SERVING],
         )
 
 
-def test_who_would_begin_too_late_is_told_when_to_come_back_and_has_arrived():
+def test_who_would_begin_too_late_is_told_when_to_come_back():
     parts = Parts(4.0, SERVES)
     with pytest.raises(TooManyHeld, match=r"6\.5 s would pass") as told:
         check_room(parts, FOX, FairShare("t"), 2.5, 5.0)
     assert told.value.retry_after_s == pytest.approx(1.5)
-    assert parts.arrived == [FOX.name]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +107,3 @@ def test_who_would_begin_too_late_is_told_when_to_come_back_and_has_arrived():
 def test_who_waits_for_a_start_or_comes_in_time_is_let_in(states, due_s):
     parts = Parts(4.0, *states)
     check_room(parts, FOX, FairShare("t"), 2.5, due_s)
-    assert parts.arrived == []

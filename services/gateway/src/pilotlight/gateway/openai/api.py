@@ -223,7 +223,8 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        check_room(self._exchanges, asker, entry, self._encoder.wait_s(asker.key.key_id))
+        wait_s = self._encoder.wait_s(asker.key.key_id)
+        check_room(self._exchanges, asker, entry, wait_s, scope)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
@@ -241,7 +242,8 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        check_room(self._exchanges, asker, entry, self._encoder.wait_s(asker.key.key_id))
+        wait_s = self._encoder.wait_s(asker.key.key_id)
+        check_room(self._exchanges, asker, entry, wait_s, scope)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)

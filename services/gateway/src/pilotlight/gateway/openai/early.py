@@ -2,6 +2,8 @@
 
 import math
 
+from starlette.types import Scope
+
 from pilotlight.common.errors import TooManyHeld
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.asker import Asker
@@ -10,20 +12,23 @@ from pilotlight.gateway.serving.starts import ColdStart
 
 
 def check_room(
-    parts: ExchangeParts, asker: Asker, entry: CatalogEntry, prompt_wait_s: float
+    parts: ExchangeParts, asker: Asker, entry: CatalogEntry, prompt_wait_s: float, scope: Scope
 ) -> None:
     """A request whose turn would never come, or too late for what its model promises, is refused,
     and counted as those are that are refused later; it has used nothing, so there is no record of
-    its use. Lines of batches are promised nothing.
+    its use. One that is above its key's limits anyway is told that, as if there were room. Lines of
+    batches are promised nothing.
 
     Args:
         parts: what exchanges work with.
         asker: whose request it is.
         entry: its model.
         prompt_wait_s: how long its prompt would wait to be prepared.
+        scope: of the request, whose answer has not begun.
 
     Raises:
         TooManyHeld: all places are taken where it would wait, or it would wait for too long.
+        RateLimited, QuotaUsedUp: so it is, and its key or project may have nothing now.
     """
     if asker.cold_start is not ColdStart.ALLOW:
         # Such a request may have another reason to be refused, and does not wait.
@@ -32,5 +37,8 @@ def check_room(
     try:
         parts.requests.check_room(entry.model, asker.key.tenant.share, prompt_wait_s, due_s)
     except TooManyHeld as error:
+        if asker.paced:
+            parts.limiter.check(asker.key.key_id, asker.key.tenant, scope)
+        parts.requests.arrived(entry.model.name)
         parts.measures.finished(entry.model.name, error.code, 0, 0, None, held=False)
         raise

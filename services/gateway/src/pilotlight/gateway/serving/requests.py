@@ -43,7 +43,7 @@ from pilotlight.gateway.serving.token_request import (
 )
 from pilotlight.gateway.serving.turned_away import check_room
 from pilotlight.policy.fairness import FairShare
-from pilotlight.policy.ids import InstanceId
+from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
@@ -76,6 +76,10 @@ class Requests:
             TooManyHeld: it would.
         """
         check_room(self._parts, model, share, wait_s, due_s)
+
+    def arrived(self, model: ModelName) -> None:
+        """Count one that is turned away: instances start for what comes, not for what is let in."""
+        self._parts.arrivals.arrived(model)
 
     async def run(self, request: TokenRequest, listener: Listener) -> None:
         """Tell what happens to a request, until it has ended.

@@ -11,8 +11,7 @@ from pilotlight.policy.pace import too_late_by_s
 def check_room(
     parts: RequestParts, model: Model, share: FairShare, wait_s: float, due_s: float
 ) -> None:
-    """Whether a request that came now would be turned away. It has arrived all the same: instances
-    start for what comes, not for what is let in.
+    """Whether a request that came now would be turned away.
 
     1. There is no place for it.
     2. An instance serves its model and no other starts, and by the pace of the lines before it, it
@@ -28,18 +27,14 @@ def check_room(
     Raises:
         TooManyHeld: it would.
     """
-    try:
-        wait_s += parts.queue.check_room(model.name, share)  # 1
-        late_s = too_late_by_s(wait_s, due_s)
-        if late_s is not None and _serves(parts, model):  # 2
-            raise TooManyHeld(
-                f"{wait_s:.1f} s would pass before this request begins; "
-                f"its first token is due within {due_s:g} s",
-                retry_after_s=max(1.0, late_s),
-            )
-    except TooManyHeld:
-        parts.arrivals.arrived(model.name)
-        raise
+    wait_s += parts.queue.check_room(model.name, share)  # 1
+    late_s = too_late_by_s(wait_s, due_s)
+    if late_s is not None and _serves(parts, model):  # 2
+        raise TooManyHeld(
+            f"{wait_s:.1f} s would pass before this request begins; "
+            f"its first token is due within {due_s:g} s",
+            retry_after_s=max(1.0, late_s),
+        )
 
 
 def _serves(parts: RequestParts, model: Model) -> bool:
