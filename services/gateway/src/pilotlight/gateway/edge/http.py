@@ -129,9 +129,7 @@ class EventStream(ABC):
             except Exception as error:
                 if not self._started or isinstance(error, ClientGone):
                     raise
-                failure = error if isinstance(error, PilotlightError) else _bug(error)
-                note_error(scope, failure)
-                last = self.error_event(failure)
+                last = self.error_event(noted(scope, error))
             await self._end(last)
 
     async def write(self, data: bytes) -> None:
@@ -292,16 +290,24 @@ class Edge:
                 note_error(scope, failure)
                 await error_response(failure)(scope, receive, sender)
             except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
-                failure = error if isinstance(error, PilotlightError) else _bug(error)
-                note_error(scope, failure)
-                if not sender.status:
-                    response = error_response(failure)
-                    if not _sent_at_once(response, sender):
-                        await response(scope, receive, sender)
+                await _answer_error(error, scope, receive, sender)
             finally:
                 room.release()
                 code = scope["state"].get(_ERROR_CODE, "")
                 self._measures.answered(_route_of(scope), scope["method"], sender.status, code)
+
+
+async def _answer_error(
+    error: Exception, scope: Scope, receive: Receive, sender: SendWithIds
+) -> None:
+    """Tell what went wrong, where nothing was told yet. In a frame of its own: one that an error
+    has come through, and that keeps it, is kept by it.
+    """
+    failure = noted(scope, error)
+    if not sender.status:
+        response = error_response(failure)
+        if not _sent_at_once(response, sender):
+            await response(scope, receive, sender)
 
 
 def _span_name(scope: Scope) -> str:
@@ -321,6 +327,13 @@ def _trace_headers(scope: Scope) -> dict[str, str]:
 def note_error(scope: Scope, error: PilotlightError) -> None:
     """With which error a request ends, for metrics and records."""
     scope["state"][_ERROR_CODE] = error.code
+
+
+def noted(scope: Scope, error: Exception) -> PilotlightError:
+    """What a client is told of an error, noted; one that is not of the taxonomy is a bug."""
+    failure = error if isinstance(error, PilotlightError) else _bug(error)
+    note_error(scope, failure)
+    return failure
 
 
 def error_code_of(scope: Scope) -> str | None:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from pilotlight.common.errors import TooManyHeld
 from pilotlight.gateway.serving.lines import Line, Waits, all_holdings
-from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.admission import Admission, QueueBounds, QueueFacts, admit_held
 from pilotlight.policy.fairness import FairShare, Holding, makes_way
 
 W = TypeVar("W", bound=Waits)
@@ -46,12 +46,15 @@ class LineRoom(Generic[W]):
             oldest_age_s=now_s - line.waits_since_s(now_s),
         )
         answer = admit_held(facts, bounds, None)
-        full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
         those = [line] if waiting >= bounds.model_requests else [*lines]
         held = all_holdings(those)
         mine = held.get(share.tenant, Holding(share.tenant, 0))
         way = makes_way(held.values(), replace(mine, weight=share.weight))
         if way is None:
-            raise full
+            raise _full(answer)
         longest = max(those, key=lambda each: each.places_of(way))
-        return longest, longest.last_of(way), full
+        return longest, longest.last_of(way), _full(answer)
+
+
+def _full(answer: Admission) -> TooManyHeld:
+    return TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
