@@ -137,9 +137,10 @@ class Connection(asyncio.Protocol):
         Args:
             job: what is asked.
             tally: where its answers are counted.
-            lost: set when it ends with a request under way.
+            lost: set when it ends with a request under way; not where requests come at a rate,
+                which go on.
             free: called when it has its answer.
-            gone: called when it ends with none: servers end those that were idle for long.
+            gone: called when it ends there.
         """
         self._job, self._tally, self._lost, self._free, self._gone = job, tally, lost, free, gone
         self._request = job.request()
@@ -180,7 +181,10 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._job.rate_per_s and not self._asking:
+        if self._job.rate_per_s:
+            if self._asking and not self._done:
+                self._asking = False
+                self._tally.wrong(f"the connection ended: {exc}")
             self._gone(self)
         elif not self._done and not self._job.hold:
             self._tally.wrong(f"the connection ended: {exc}")

@@ -65,6 +65,8 @@ class Requests:
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
         self._first_tokens = FirstTokens(parts.phases, parts.clock)
+        self.preparing = parts.queue.room.preparing
+        """Around the preparing of a request's prompt."""
         self.live = 0
         """Requests that are held or run."""
 
