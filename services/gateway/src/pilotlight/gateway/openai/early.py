@@ -1,14 +1,17 @@
 """What is refused before its prompt is prepared."""
 
 import math
+from functools import partial
 
 from starlette.types import Scope
 
 from pilotlight.common.errors import TooManyHeld
+from pilotlight.gateway.edge.refusals import refusals_of
 from pilotlight.gateway.models.catalog import CatalogEntry
 from pilotlight.gateway.openai.asker import Asker
 from pilotlight.gateway.openai.choice import ExchangeParts
 from pilotlight.gateway.serving.starts import ColdStart
+from pilotlight.policy.ids import ModelName
 
 
 def check_room(
@@ -39,6 +42,15 @@ def check_room(
     except TooManyHeld as error:
         if asker.paced:
             parts.limiter.check(asker.key.key_id, asker.key.tenant, scope)
-        parts.requests.arrived(entry.model.name)
-        parts.measures.finished(entry.model.name, error.code, 0, 0, None, held=False)
+        counted = partial(_counted, parts, entry.model.name, error.code)
+        counted()
+        if asker.paced and (refusals := refusals_of(scope)) is not None:
+            # Another one: as it is raised, this one gets to know frames, and what they hold.
+            told = TooManyHeld(error.message, retry_after_s=error.retry_after_s)
+            refusals.note(scope, entry.model.name, told, counted)
         raise
+
+
+def _counted(parts: ExchangeParts, model: ModelName, code: str) -> None:
+    parts.requests.arrived(model)
+    parts.measures.finished(model, code, 0, 0, None, held=False)

@@ -66,13 +66,11 @@ class Requests:
         self._parts = parts
         self._first_tokens = FirstTokens(parts.phases, parts.clock)
         self.preparing = parts.queue.room.preparing
-        """Around the preparing of a request's prompt."""
         self.live = 0
         """Requests that are held or run."""
 
     def check_room(self, model: Model, share: FairShare, wait_s: float, due_s: float) -> None:
-        """Before work is done for a request: whether one that came now would be turned away; see
-        ``turned_away.check_room``.
+        """Whether a request that came now would be turned away; see ``turned_away.check_room``.
 
         Raises:
             TooManyHeld: it would.
