@@ -5,7 +5,8 @@ With weights in fp8, tokens say little. An activation that lies between two valu
 either side of it, by what an engine rounded before: rounding to bfloat16 is off by 0.17 % of normal
 values' length, and behind fp8 by 1.3 %. So two engines that are both right are as far from each
 other as from float32, and of a random model's tokens the best two are closer than that.
-What can be asked is that ours is no further off than the other is: ``NO_WORSE``, as in ``libs/engine/tests/test_fp8.py``.
+What can be asked is that ours is no further off than the other is: ``NO_WORSE``, as in
+``libs/engine/tests/test_fp8.py``.
 """
 
 from collections.abc import Mapping
