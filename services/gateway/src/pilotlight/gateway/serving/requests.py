@@ -11,6 +11,8 @@
 cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
+from functools import partial
+
 import structlog
 
 from pilotlight.common.errors import (
@@ -42,9 +44,7 @@ from pilotlight.gateway.serving.token_request import (
     Update,
 )
 from pilotlight.gateway.serving.turned_away import check_room
-from pilotlight.policy.fairness import FairShare
 from pilotlight.policy.ids import InstanceId, ModelName
-from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
 
@@ -65,17 +65,12 @@ class Requests:
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
         self._first_tokens = FirstTokens(parts.phases, parts.clock)
+        self.check_room = partial(check_room, parts)
+        """See ``turned_away``."""
         self.preparing = parts.queue.room.preparing
+        """Around the preparing of a request's prompt."""
         self.live = 0
         """Requests that are held or run."""
-
-    def check_room(self, model: Model, share: FairShare, wait_s: float, due_s: float) -> None:
-        """Whether a request that came now would be turned away; see ``turned_away.check_room``.
-
-        Raises:
-            TooManyHeld: it would.
-        """
-        check_room(self._parts, model, share, wait_s, due_s)
 
     def arrived(self, model: ModelName) -> None:
         """Count one that is turned away: instances start for what comes, not for what is let in."""
