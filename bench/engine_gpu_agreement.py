@@ -58,9 +58,9 @@ def agreement(
             names.
 
     Returns:
-        Tokens that are equal, of how many; both roundings and the bound (None: no place tells); for each prompt whose
-        tokens differ, where, our gap between the two best, and float32's from our token to theirs
-        (negative: float32 prefers theirs); and those that are more than rounding.
+        Tokens that are equal, of how many; both roundings and the bound (None: no place tells); for
+        each prompt whose tokens differ, where, our gap between the two best, and float32's from our
+        token to theirs (negative: float32 prefers theirs); and those that are more than rounding.
     """
     places = [first_difference(mine, yours) for mine, yours in zip(ours, theirs, strict=True)]
     rounding = {

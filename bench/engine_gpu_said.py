@@ -1,4 +1,4 @@
-"""What two engines of ``bench/engine_gpu.py`` say to the same prompts: their tokens, and all logits."""
+"""What two engines of ``bench/engine_gpu.py`` say to the same prompts: tokens, and all logits."""
 
 from dataclasses import dataclass
 from typing import Any

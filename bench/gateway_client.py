@@ -29,8 +29,8 @@ REFUSED_PAUSE_S = 0.05
 REFUSED = ("429", "503")
 """What a server answers that has no room."""
 IDLE_S = 30.0
-"""A connection that has had nothing to do for so long is closed, and not used again: a server may be
-about to end it."""
+"""A connection that has had nothing to do for so long is closed, and not used again: a server may
+be about to end it."""
 SEED = 20_261_122
 
 

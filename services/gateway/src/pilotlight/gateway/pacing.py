@@ -1,5 +1,5 @@
-"""Measures the pace of a line (``policy.pace``): two spans of time, so that what is long past counts
-no more, and nothing is kept for each turn.
+"""Measures the pace of a line (``policy.pace``): two spans of time, so that what is long past
+counts no more, and nothing is kept for each turn.
 """
 
 from pilotlight.policy.pace import LEAST_S, LEAST_TURNS, Pace

@@ -1,4 +1,4 @@
-"""Who is turned away before anything is done for them: who would find no place, or come too late."""
+"""Who is turned away before anything is done for them: no place is there, or they come too late."""
 
 from pilotlight.common.errors import TooManyHeld
 from pilotlight.gateway.serving.request_parts import RequestParts

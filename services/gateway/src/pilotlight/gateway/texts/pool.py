@@ -37,9 +37,9 @@ a short chat does."""
 TOGETHER_BYTES = 4 * 1024
 """Of them. Larger ones are a millisecond's work and more, which another helper may do meanwhile."""
 TOGETHER_IN_LINE = 8 * TOGETHER
-"""So many at most, and of so much more, where twice ``TOGETHER`` wait for each helper: an answer is taken once in a
-turn of the loop, and where a turn takes a third of a second, three times 16 prompts are 150 a
-second, whatever the helpers can do.
+"""So many at most, and of so much more, where twice ``TOGETHER`` wait for each helper: an answer is
+taken once in a turn of the loop, and where a turn takes a third of a second, three times 16 prompts
+are 150 a second, whatever the helpers can do.
 """
 HOLD_S = 0.002
 """For so long since it began, a helper that works for the same client and model is waited for, and
