@@ -11,7 +11,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results bench-overload
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -232,6 +232,10 @@ soak:  ## the whole system under 20,000 requests, 64 at once; no process may gro
 soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no error, no growth, p99 flat. JSON. DURATION_S=, SHARE=; on a GPU: SHAPE=, WEIGHTS=, PYTHON=; LIMIT_S= for all of it
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
 	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
+
+bench-overload:  ## a gateway that is asked for twice what it can do, then for 80 % of it: answers, refusals, p50 and p99, processor and memory, as JSON: DURATION_S=, TIMES=, SHARE=, OUT=; PYTHON= as above
+	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
+	@$(or $(PYTHON),$(PY)) bench/overload.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(TIMES),--times $(TIMES)) $(if $(SHARE),--share $(SHARE)) $(if $(OUT),--out "$(OUT)")
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

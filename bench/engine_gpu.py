@@ -13,6 +13,8 @@ different, prefixes are not cached, output is greedy, nothing stops early.
 
 Greedy tokens are compared, too: at the first that differs, both engines are right where float32
 finds the two no further apart than bfloat16 rounds; else it is wrong (``engine_gpu_agreement``).
+With weights in fp8 that says little: there all logits behind the same tokens are judged beside what
+the checkpoint means in float32 (``engine_gpu_logits``).
 
 Every row is printed as JSON as soon as it is there; the last line is the whole document. What would
 not end within ``--limit-s`` seconds a shape is left out and named; ``--rows`` chooses some. The
@@ -34,16 +36,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_gpu_agreement import agreement, checked
 from engine_gpu_fp8 import below_floors, beside_bfloat16
-from engine_gpu_job import SHAPES, weights_bytes
+from engine_gpu_job import QUANTIZED, SHAPES, weights_bytes
 from engine_gpu_process import Child, DeviceMemory
+from engine_gpu_said import Said, compared, judged_logits, said
 
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS, BATCHES, PROMPTS = 161, (1, 8, 64), (161, 2_048, 8_192)
 FEW, STEPS = 8, 96
 TTFT_TIMES = 5
-COMPARED, COMPARED_TOKENS = 8, 64
 FLOOR = 0.9
 START_S, ANSWER_S = 240.0, 120.0
 """The longest that an engine may take to start, and to answer."""
@@ -54,7 +55,7 @@ PREDICTED_S = {
 }
 """On one H200 with nothing cached; other parts are in ``rows``."""
 PROFILE_S, EXACT_S = 15.0, {"4B": 15.0, "8B": 20.0, "8B-fp8": 20.0, "8B-fp8-channel": 20.0}
-"""What these take at most."""
+"""What these take at most: of fp8, all logits."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def measure(
                     clock.say(
                         f"round {turn + 1}, {row.name}, {name}: {statistics.median(measured):.3f} {row.unit}"
                     )
-            if turn < 0 and len(engines) == 2:
+            if turn < 0 and len(engines) == 2 and shape not in QUANTIZED:
                 both = said(engines, next(seeds), memory)
         for row in planned:
             if all(figures[row.name].values()):
@@ -283,50 +284,13 @@ def measure(
             tell({"shape": shape, "agreement": found["agreement"]})
         elif both is not None:
             found["left_out"].append("agreement")
+        if shape in QUANTIZED and clock.has(EXACT_S[shape]):
+            found["logits"] = judged_logits(engines, next(seeds))
+            tell({"shape": shape, "logits": found["logits"]})
+        elif shape in QUANTIZED:
+            found["left_out"].append("logits")
     found["elapsed_s"] = round(clock.elapsed_s, 1)
     return found
-
-
-@dataclass(frozen=True)
-class Said:
-    """Greedy tokens of both for the same prompts."""
-
-    seed: int
-    outputs: dict[str, list[list[int]]]
-    tops: dict[str, list[Any]]
-    """The most probable ones at each."""
-
-
-def said(engines: dict[str, Child], seed: int, memory: DeviceMemory) -> Said:
-    """What both say."""
-    answers: dict[str, dict[str, Any]] = {}
-    for name, engine in engines.items():
-        with memory.of(name):
-            answers[name] = engine.ask(
-                do="likeliest",
-                seed=seed,
-                prompt_tokens=[PROMPT_TOKENS] * COMPARED,
-                output_tokens=COMPARED_TOKENS,
-            )
-    outputs, tops = (
-        {name: answer[key] for name, answer in answers.items()} for key in ("outputs", "tops")
-    )
-    return Said(seed, outputs, tops)
-
-
-def compared(engine: Child, both: Said) -> dict[str, Any]:
-    """Judged by our engine in float32, which takes memory of its own: after everything that is
-    measured.
-    """
-    ours, theirs = both.outputs["ours"], both.outputs["vllm"]
-    places, prompts = checked(ours, theirs), [PROMPT_TOKENS] * COMPARED
-    tops = engine.ask(
-        do="exact", seed=both.seed, prompt_tokens=prompts, outputs=ours, places=places
-    )["tops"]
-    exact = [
-        dict(zip(where, there, strict=True)) for where, there in zip(places, tops, strict=True)
-    ]
-    return agreement(ours, theirs, both.tops["ours"], both.tops["vllm"], exact)
 
 
 def profile(engine: Child, seed: int) -> dict[str, Any]:
@@ -358,6 +322,7 @@ def complaints(shapes: dict[str, dict[str, Any]]) -> list[str]:
             f"{shape}: tokens differ by more than rounding: {one}"
             for one in document.get("agreement", {}).get("errors", [])
         ]
+        found += [f"{shape}: {one}" for one in document.get("logits", {}).get("errors", [])]
     return found
 
 

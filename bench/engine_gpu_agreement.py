@@ -58,9 +58,9 @@ def agreement(
             names.
 
     Returns:
-        Tokens that are equal, of how many; both roundings and the bound; for each prompt whose
-        tokens differ, where, our gap between the two best, and float32's from our token to theirs
-        (negative: float32 prefers theirs); and those that are more than rounding.
+        Tokens that are equal, of how many; both roundings and the bound (None: no place tells); for
+        each prompt whose tokens differ, where, our gap between the two best, and float32's from our
+        token to theirs (negative: float32 prefers theirs); and those that are more than rounding.
     """
     places = [first_difference(mine, yours) for mine, yours in zip(ours, theirs, strict=True)]
     rounding = {
@@ -73,7 +73,7 @@ def agreement(
         )
         for name, tops in (("ours", our_tops), ("theirs", their_tops))
     }
-    bound = DEVIATIONS * rounding["theirs"]
+    bound = None if rounding["theirs"] is None else DEVIATIONS * rounding["theirs"]
     differing: list[dict[str, Any]] = []
     for prompt, place in enumerate(places):
         if place is None:
@@ -97,23 +97,29 @@ def agreement(
         "compared_tokens": sum(ends) + len(differing),
         "prompts": len(ours),
         "equal_prompts": len(ours) - len(differing),
-        "rounding": {name: round(value, 4) for name, value in rounding.items()},
-        "gap_bound": round(bound, 4),
+        "rounding": {name: _rounded(value) for name, value in rounding.items()},
+        "gap_bound": _rounded(bound),
         "float32_prefers_ours": sum((one["float32_gap"] or 0) > 0 for one in differing),
         "float32_prefers_theirs": sum((one["float32_gap"] or 0) < 0 for one in differing),
         "differing": differing,
         "errors": [
             one
             for one in differing
-            if one["float32_gap"] is None or abs(one["float32_gap"]) > bound
+            if one["float32_gap"] is None or bound is None or abs(one["float32_gap"]) > bound
         ],
     }
 
 
-def root_mean_square(values: Iterable[float]) -> float:
-    """0 of nothing."""
+def root_mean_square(values: Iterable[float]) -> float | None:
+    """None of nothing: where no place was said by both, or none of one's best tokens is among the
+    other's, nothing is known of a rounding, and it is not 0.
+    """
     squares = [value * value for value in values]
-    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+    return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def shifts(rounded: Tops, exact: Tops) -> list[float]:

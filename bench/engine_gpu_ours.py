@@ -1,18 +1,26 @@
 """The native engine on a GPU, for ``bench/engine_gpu.py``."""
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import engine_gpu_job as job
+import numpy as np
 import torch
+from engine_gpu_emulated import emulated
+from engine_gpu_logits import FORCED_BIAS, FORCED_TOKEN
 from engine_gpu_weights import spec_of
 from safetensors import safe_open
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.cuda import sampler
 from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.memory import layout_of
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.models.registry import decoder_of
@@ -129,6 +137,33 @@ class Bench:
         self.engine.unload(EXACT)
         return {"tops": [[found[name] for name in each] for each in names]}
 
+    def logits(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """All logits behind prompts, and behind tokens that are forced, in a file."""
+        prompts = job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        first, places = self._number + 1, ask["places"]
+        with logits_told() as told:
+            for prompt in prompts:
+                self.add(prompt, places, logit_bias=((FORCED_TOKEN, FORCED_BIAS),))
+            self.finish()
+        # A request's seed is its number.
+        rows = [
+            [told[first + row, place] for place in range(places)] for row in range(len(prompts))
+        ]
+        return self._saved("ours", torch.stack([torch.stack(each) for each in rows]))
+
+    def emulated(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """What the checkpoint means at the same places, in a file."""
+        forced = [FORCED_TOKEN] * (ask["places"] - 1)
+        sequences = [
+            prompt + forced for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        ]
+        return self._saved("float32", emulated(self._folder, self.spec, sequences, ask["places"]))
+
+    def _saved(self, name: str, logits: Tensor) -> dict[str, Any]:
+        file = self._folder / f"logits-{name}.npy"
+        np.save(file, logits.numpy())
+        return {"file": str(file)}
+
     def profile(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Device time by kernel, milliseconds a step, the largest first; of all kernels, and of the
         same steps by the clock: a device that gets warm slows down from one call to the next.
@@ -168,6 +203,26 @@ class Bench:
         }
 
 
+@contextlib.contextmanager
+def logits_told() -> Iterator[dict[tuple[int, int], Tensor]]:
+    """The logits of every row that is sampled meanwhile, by the seed of its request and its place
+    in the output: float32 on the host.
+    """
+    told: dict[tuple[int, int], Tensor] = {}
+    known = sampler.logprobs_of
+
+    def told_too(logits: Tensor, chosen: Tensor, specs: Sequence[SampleSpec]) -> Any:
+        for spec, row in zip(specs, logits.float().cpu(), strict=True):
+            told[spec.sampling.seed, spec.position] = row
+        return known(logits, chosen, specs)
+
+    sampler.logprobs_of = told_too
+    try:
+        yield told
+    finally:
+        sampler.logprobs_of = known
+
+
 def main() -> None:
     """Answers until its input ends."""
     answers, asked = job.take_stdout(), job.read()
@@ -180,6 +235,8 @@ def main() -> None:
     others = {
         "likeliest": bench.likeliest,
         "exact": bench.exact,
+        "logits": bench.logits,
+        "emulated": bench.emulated,
         "profile": bench.profile,
         "memory": bench.memory,
     }

@@ -16,6 +16,8 @@ os.environ.setdefault("VLLM_USE_DEEP_GEMM", "0")
 os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
 
 import engine_gpu_job as job
+import numpy as np
+from engine_gpu_logits import FORCED_BIAS, FORCED_TOKEN
 
 FREE_SHARE = 0.5
 """Of the device's memory; vLLM does not start where less is free."""
@@ -33,6 +35,7 @@ def main() -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=asked.kv_bytes,
         gpu_memory_utilization=FREE_SHARE,
+        max_logprobs=-1,
     )
 
     def generate(prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
@@ -69,11 +72,37 @@ def main() -> None:
         ]
         return {"outputs": [list(each.token_ids) for each in outputs], "tops": best_first}
 
+    def logits(ask: dict[str, Any]) -> dict[str, Any]:
+        # Told are logarithms of probabilities before anything is done to the logits.
+        sampling = vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=ask["places"],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=job.VOCAB_SIZE,
+            flat_logprobs=True,
+            logit_bias={FORCED_TOKEN: FORCED_BIAS},
+        )
+        prompts = [
+            {"prompt_token_ids": prompt}
+            for prompt in job.prompts_of(ask["seed"], ask["prompt_tokens"])
+        ]
+        found = np.full((len(prompts), ask["places"], job.VOCAB_SIZE), np.nan, np.float32)
+        for row, each in enumerate(engine.generate(prompts, sampling, use_tqdm=False)):
+            told = each.outputs[0].logprobs
+            for place, (start, end) in enumerate(
+                zip(told.start_indices, told.end_indices, strict=True)
+            ):
+                found[row, place, told.token_ids[start:end]] = told.logprobs[start:end]
+        file = os.path.join(asked.folder, "logits-vllm.npy")
+        np.save(file, found)
+        return {"file": file}
+
     about = {
         "version": f"vLLM {vllm.__version__}",
         "deep_gemm": os.environ["VLLM_USE_DEEP_GEMM"] != "0",
     }
-    job.serve(answers, about, generate, {"likeliest": likeliest})
+    job.serve(answers, about, generate, {"likeliest": likeliest, "logits": logits})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,6 +26,11 @@ SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 TOLD_ERRORS = 5
 CONNECT_AT_ONCE = 200
 REFUSED_PAUSE_S = 0.05
+REFUSED = ("429", "503")
+"""What a server answers that has no room."""
+IDLE_S = 30.0
+"""A connection that has had nothing to do for so long is closed, and not used again: a server may
+be about to end it."""
 SEED = 20_261_122
 
 
@@ -47,6 +53,8 @@ class Job:
     rate_per_s: float = 0.0
     """Of requests that are sent whether or not others were answered; 0: each connection sends the
     next when it has its answer."""
+    rates_per_s: Sequence[float] = ()
+    """Of each window one, in the place of ``rate_per_s``, which is that of the time before them."""
     most: int = sys.maxsize
     """Requests at a rate; no more come then."""
     windows: int = 1
@@ -72,20 +80,34 @@ class Tally:
     latencies_s: list[float] = field(default_factory=list[float])
     first_s: list[float] = field(default_factory=list[float])
     """From a request to the first bytes of its answer's body."""
-    errors: list[str] = field(default_factory=list[str])
+    errors: int = 0
+    """Whatever was no answer, refusals among them."""
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """By status."""
+    first_errors: list[str] = field(default_factory=list[str])
     counting: bool = False
+
+    def wrong(self, what: str, status: str = "") -> None:
+        """There was no answer."""
+        self.errors += 1
+        if status in REFUSED:
+            self.refused[status] += 1
+        if len(self.first_errors) < TOLD_ERRORS:
+            self.first_errors.append(what)
 
     def clear(self) -> None:
         """Begin anew."""
         self.latencies_s.clear()
         self.first_s.clear()
-        self.errors.clear()
+        self.errors = 0
+        self.refused.clear()
+        self.first_errors.clear()
 
     def told(self) -> dict[str, Any]:
         """As figures."""
-        figures: dict[str, Any] = {"requests": len(self.latencies_s), "errors": len(self.errors)}
+        figures: dict[str, Any] = {"requests": len(self.latencies_s), "errors": self.errors}
         if self.errors:
-            figures["first_errors"] = self.errors[:TOLD_ERRORS]
+            figures |= {"first_errors": self.first_errors, "refused": dict(self.refused)}
         for name, values in (("latency_ms", self.latencies_s), ("first_ms", self.first_s)):
             values.sort()
             figures |= {f"{name}_{word}": quantile_ms(values, share) for word, share in SHARES}
@@ -115,16 +137,17 @@ class Connection(asyncio.Protocol):
         Args:
             job: what is asked.
             tally: where its answers are counted.
-            lost: set when it ends with a request under way.
+            lost: set when it ends with a request under way; not where requests come at a rate,
+                which go on.
             free: called when it has its answer.
-            gone: called when it ends with none: servers end those that were idle for long.
+            gone: called when it ends there.
         """
         self._job, self._tally, self._lost, self._free, self._gone = job, tally, lost, free, gone
         self._request = job.request()
         self._got = bytearray()
         self._whole: int | None = None
         """Bytes of the answer; 0: it comes in chunks; None: that is not known yet."""
-        self._sent_s = self._first_s = 0.0
+        self._sent_s = self._first_s = self.free_s = 0.0
         self._asking = self._done = False
         self.transport: asyncio.WriteTransport | None = None
 
@@ -158,10 +181,13 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._job.rate_per_s and not self._asking:
+        if self._job.rate_per_s:
+            if self._asking and not self._done:
+                self._asking = False
+                self._tally.wrong(f"the connection ended: {exc}")
             self._gone(self)
         elif not self._done and not self._job.hold:
-            self._tally.errors.append(f"the connection ended: {exc}")
+            self._tally.wrong(f"the connection ended: {exc}")
             self._lost.set()
 
     def close(self) -> None:
@@ -173,10 +199,11 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         now_s, tally, got = time.monotonic(), self._tally, self._got
         self._asking = False
+        self.free_s = now_s
         if got[9:12] != b"200":
-            tally.errors.append(got[:400].decode(errors="replace"))
+            tally.wrong(got[:400].decode(errors="replace"), got[9:12].decode(errors="replace"))
         elif self._whole == 0 and b"data: [DONE]" not in got[-100:]:
-            tally.errors.append(got[-400:].decode(errors="replace"))
+            tally.wrong(got[-400:].decode(errors="replace"))
         elif tally.counting:
             tally.latencies_s.append(now_s - self._sent_s)
             tally.first_s.append(self._first_s - self._sent_s)
@@ -197,7 +224,9 @@ class Client:
         self._tally = Tally()
         self._lost = asyncio.Event()
         self._all: list[Connection] = []
-        self._free: list[Connection] = []
+        self._free: deque[Connection] = deque()
+        """The one that was free last is the next to ask: the others may go."""
+        self._rate_per_s = job.rate_per_s
         self._opening: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -209,9 +238,10 @@ class Client:
         arriving = asyncio.create_task(self._arrive()) if job.rate_per_s else None
         await _until(job.warm_s, self._lost)
         gc.freeze()
-        tally.errors.clear()
+        tally.clear()
         tally.counting = True
-        for _ in range(job.windows):
+        for window in range(job.windows):
+            self._rate_per_s = job.rates_per_s[window] if job.rates_per_s else job.rate_per_s
             began_s, cpu_s = time.monotonic(), time.process_time()
             print("begin", flush=True)
             await _until(job.duration_s / job.windows, self._lost)
@@ -252,8 +282,10 @@ class Client:
         """Poisson's arrivals, on time also when they were late to be sent."""
         dice, next_s = random.Random(SEED), time.monotonic()
         for _ in range(self._job.most):
-            next_s += dice.expovariate(self._job.rate_per_s)
+            next_s += dice.expovariate(self._rate_per_s)
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            while self._free and self._free[0].free_s < time.monotonic() - IDLE_S:
+                self._free.popleft().close()
             if self._free:
                 self._free.pop().ask()
             else:

@@ -106,9 +106,9 @@ def test_a_trial_that_the_driver_refuses_ends_the_process(rig: RestoredRig) -> N
 
 def test_refused_graphs_and_shorter_stages_have_no_trials(rig: RestoredRig) -> None:
     plan = plan_of(rig)
-    rig.steps.whole = False
+    rig.steps.present = False
     plan.arriving(1)
-    rig.steps.whole = True
+    rig.steps.present = True
     plan._broken = NativeError(700, "illegal address")
     plan.arriving(1)
     assert rig.device.launched == []

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pilotlight.checkpoint.checkpoint import read_checkpoint
 from pilotlight.checkpoint.reader import FolderSource
+from pilotlight.engine.models.quantized import dequantize, quantize
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = ROOT / "bench"
@@ -226,3 +230,83 @@ def test_where_threads_are_is_told_by_ours_and_by_the_innermost_line():
     names = {}
     exec(code, names)
     assert place_of(names["frame"]) == "engine.py:2 <module>"
+
+
+def test_a_rounding_of_nothing_is_not_known():
+    from engine_gpu_agreement import agreement
+
+    sure = [[1, -0.1], [2, -5.0]]
+    other = [[7, -0.1], [8, -5.0]]
+    found = agreement([[1]], [[2]], [[sure]], [[sure]], [{0: other}])
+    assert found["rounding"] == {"ours": None, "theirs": None}
+    assert found["gap_bound"] is None
+    assert found["errors"] == found["differing"], "nothing excuses it"
+
+
+def test_logits_are_judged_by_how_far_they_are_from_what_is_meant():
+    import numpy as np
+    from engine_gpu import complaints
+    from engine_gpu_logits import NO_WORSE, judged
+
+    dice = np.random.default_rng(5)
+    meant = dice.normal(size=(4, 3, 500)).astype(np.float32)
+    noise = dice.normal(size=meant.shape).astype(np.float32)
+    near, far = meant + 0.1 * noise, meant + 0.2 * np.roll(noise, 1, axis=-1)
+    # Logarithms of probabilities are logits less a number for each place.
+    found = judged(meant, {"ours": near + 3.0, "vllm": far - meant.max(axis=-1, keepdims=True)})
+    assert found["errors"] == []
+    for kind in ("prefill", "decode"):
+        assert found[kind]["ours"]["relative_error"] == pytest.approx(0.1, rel=0.1)
+        assert found[kind]["vllm"]["relative_error"] == pytest.approx(0.2, rel=0.1)
+        assert found[kind]["between"]["relative_error"] == pytest.approx(0.05**0.5, rel=0.1)
+        assert found[kind]["ours"]["kl_nats"] == pytest.approx(0.1**2 / 2, rel=0.3)
+    assert judged(meant, {"ours": meant})["prefill"]["ours"] == {
+        "relative_error": 0.0,
+        "kl_nats": 0.0,
+        "same_best": 1.0,
+    }
+    turned = judged(meant, {"ours": far, "vllm": near})
+    assert [words.split(":")[0] for words in turned["errors"]] == ["prefill", "decode"]
+    assert complaints({"8B-fp8": {"rows": [], "left_out": [], "logits": turned}})[0].endswith(
+        f"above {NO_WORSE} times"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-fp8", "tiny-fp8-channel"])
+def test_what_a_checkpoint_means_is_what_transformers_computes(shape, tmp_path):
+    """With weights multiplied out, and activations rounded by hooks."""
+    from engine_gpu_emulated import emulated
+    from engine_gpu_job import QUANTIZED, prompts_of
+    from engine_gpu_weights import config_of, spec_of, write
+
+    write(shape, tmp_path)
+    spec = spec_of(shape)
+    stored = {}
+    for part in range(spec.num_layers + 2):
+        stored |= load_file(tmp_path / f"part-{part}.safetensors")
+    scales = {name: stored.pop(name) for name in [*stored] if "_scale" in name}
+    for name, each in scales.items():
+        weight = name.partition("_scale")[0]
+        stored[weight] = dequantize(stored[weight], each, torch.float32)
+    config = config_of(spec)
+    config.pop("quantization_config", None)
+    model = Qwen2ForCausalLM(Qwen2Config.from_dict(config)).float().eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
+
+    def rounded(module, inputs):
+        group = 128 if QUANTIZED[shape] == "block" else module.in_features
+        flat = inputs[0].reshape(-1, module.in_features)
+        values, by_token = quantize(flat, group)
+        return ((values.float() * by_token.repeat_interleave(group, dim=-1)).view_as(inputs[0]),)
+
+    for layer in model.model.layers if scales else ():
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(rounded)
+    prompts = prompts_of(3, [40, 40])
+    found = emulated(tmp_path, spec, prompts, 3)
+    with torch.inference_mode():
+        exact = model(torch.tensor(prompts)).logits[:, -3:]
+    # A value between two of fp8 may fall to the other side: sums have another order.
+    assert float((found - exact).norm() / exact.norm()) < (0.02 if scales else 1e-5)

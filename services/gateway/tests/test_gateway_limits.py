@@ -44,6 +44,26 @@ async def test_requests_per_minute(world) -> None:
     assert len(world.usage.rows) == 3
 
 
+@pytest.mark.parametrize(("per_minute", "code"), [(1, "rate_limit_exceeded"), (9, "too_many_held")])
+async def test_while_a_line_is_full_a_key_above_its_rate_is_told_of_that(
+    make_world, per_minute: int, code: str
+) -> None:
+    world = await make_world(max_held=1, max_held_per_model=1)
+    limited(world, requests_per_minute=per_minute)
+    waiting = asyncio.create_task(ask(world))
+    await until(lambda: world.serving.queue.held == 1)
+    for _ in range(2):
+        refused = await ask(world)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, code)
+    counted = {"model": "fox", "status": "too_many_held"}
+    told = world.metrics.get_sample_value("pilotlight_requests_total", counted) or 0
+    assert told == (2 if code == "too_many_held" else 0)
+    if per_minute == 1:
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    await world.worker()
+    assert (await waiting).status_code == 200
+
+
 async def test_a_key_without_limits_hears_of_none(world) -> None:
     await world.worker()
     answer = await world.http.post("/v1/completions", json=BODY)

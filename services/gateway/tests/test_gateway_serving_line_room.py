@@ -19,7 +19,7 @@ FLOOD, LITTLE = FairShare("flood"), FairShare("little")
 
 
 def line_of(tenant, *since_s):
-    line = Line()
+    line = Line(lambda: 0.0)
     for number, at_s in enumerate(since_s):
         place = SimpleNamespace(
             order=(at_s + 60, number), tenant=tenant, weight=1.0, cost=1.0, since_s=at_s
@@ -46,7 +46,7 @@ def test_who_has_most_goes_from_the_line_where_it_has_most():
     room = LineRoom(QueueBounds(total_requests=3, model_requests=9))
     room.held = 3
     one, two = line_of("flood", 0.0), line_of("flood", 1.0, 2.0)
-    made = room.made_by(Line(), [one, two], LITTLE, 3.0)
+    made = room.made_by(Line(lambda: 0.0), [one, two], LITTLE, 3.0)
     assert made is not None
     longest, last, told = made
     assert (longest, last.since_s) == (two, 2.0)

@@ -18,7 +18,7 @@ from pilotlight.gateway.texts import helper as helper_module
 from pilotlight.gateway.texts import pool
 from pilotlight.gateway.texts.frames import Chat, Conversation, Encoded, encoded, header
 from pilotlight.gateway.texts.helper import Helper
-from pilotlight.gateway.texts.pool import TOGETHER, HelperPool
+from pilotlight.gateway.texts.pool import TOGETHER, TOGETHER_IN_LINE, HelperPool
 from pilotlight.gateway.texts.process import HelperProcess, _Line
 from pilotlight.gateway.texts.texts import build_texts
 from pilotlight.text.bundle import TextBundle
@@ -83,6 +83,21 @@ async def test_prompts_of_one_turn_go_together(make_world, begun):
         assert len({owner for owner, _ in jobs}) == 1
         assert len(jobs) <= TOGETHER
         assert len(jobs) == 1 or sum(size for _, size in jobs) <= pool.TOGETHER_BYTES
+
+
+async def test_of_a_line_more_go_together(make_world, begun):
+    """An answer is taken once in a turn of the loop, however long that turn is."""
+    world = await make_world(text=bundle_of(TEMPLATE + "{# of a line #}"), text_helpers=2)
+    await world.texts.encode(job(world, "hello"), "one")
+    begun.clear()
+    found = await asyncio.gather(
+        *(world.texts.encode(job(world, f"{number}"), "one") for number in range(400))
+    )
+    assert found[7] == world.tokenizer.encode("[7]", add_special_tokens=False)
+    sizes = [len(jobs) for _, jobs in begun]
+    assert sum(sizes) == 400
+    assert TOGETHER < max(sizes) <= TOGETHER_IN_LINE
+    assert sizes[-1] <= TOGETHER, "the end of a line is shared out again"
 
 
 async def test_a_bundle_is_brought_once_to_each_helper(make_world, monkeypatch):

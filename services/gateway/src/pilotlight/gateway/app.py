@@ -28,7 +28,8 @@ from pilotlight.gateway.auth import Authenticator
 from pilotlight.gateway.batches.wiring import build_batches
 from pilotlight.gateway.edge.bodies import BodyBudget
 from pilotlight.gateway.edge.cross_origin import CrossOrigin
-from pilotlight.gateway.edge.http import Edge, on_bug, on_error, on_http_error
+from pilotlight.gateway.edge.handlers import on_bug, on_error, on_http_error
+from pilotlight.gateway.edge.http import Edge
 from pilotlight.gateway.edge.measures import HttpMeasures
 from pilotlight.gateway.edge.mounts import mounted
 from pilotlight.gateway.edge.server import HttpServer
@@ -222,13 +223,11 @@ def build_server(
         metrics_networks=settings.metrics_networks,
     )
     bodies = BodyBudget(settings.bodies_bytes, settings.body_pause_s)
-    edge = Edge(
-        build_http(api, surfaces, pages, admin, ui),
-        direct_routes(api),
-        TRACED_PATHS,
-        bodies,
+    measures, http = (
         HttpMeasures(context.metrics, bodies),
+        build_http(api, surfaces, pages, admin, ui),
     )
+    edge = Edge(http, direct_routes(api), TRACED_PATHS, bodies, measures)
     origins = parsed_list(settings.cors_origins)
     server = HttpServer(
         CrossOrigin(edge, origins) if origins else edge,

@@ -4,6 +4,7 @@ A key is ``pl-<role>-<random>``; its first characters find the row, an HMAC with
 pepper proves it. Keys have full entropy, so a slow hash would buy nothing and cost each request.
 """
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -70,15 +71,16 @@ class KeyInfo:
 class _Cached:
     """A key as it was read."""
 
-    __slots__ = ("info", "key", "read_s", "reading")
+    __slots__ = ("info", "key", "look", "read_s")
 
     def __init__(self, key: ApiKey, read_s: float) -> None:
         self.key = key
         self.read_s = read_s
         self.info: KeyInfo | None = None
         """What requests are told of it."""
-        self.reading = False
-        """A request looks it up again: those that come meanwhile take it as it is."""
+        self.look: asyncio.Task[ApiKey | None] | None = None
+        """It is looked up again: those that come meanwhile take it as it is, and, where it is too
+        old for that, what this finds."""
 
 
 class Authenticator:
@@ -224,11 +226,17 @@ class Authenticator:
         now_s, changes = self._clock.monotonic_s(), self._changes
         if cached is None:
             key = await self._keys.by_hash(digest)
-        elif cached.reading and now_s - cached.read_s < CACHE_S + RECHECK_DEADLINE_S:
-            # All that run ask again at the same moment: one look is enough for them.
-            return cached
         else:
-            key = await self._read_again(digest, cached)
+            mine = cached.look is None
+            if not mine and now_s - cached.read_s < CACHE_S + RECHECK_DEADLINE_S:
+                return cached
+            if cached.look is None:
+                cached.look = asyncio.create_task(self._read_again(digest, cached))
+            # One look is enough for all that ask at the same moment: where the loop is late by
+            # seconds they are thousands, and with a look each it would be later still.
+            key = await asyncio.shield(cached.look)
+            if not mine:
+                return None if key is None else _Cached(key, now_s)
         if key is None:
             self._cache.pop(digest, None)
             return None
@@ -242,7 +250,6 @@ class Authenticator:
         return read
 
     async def _read_again(self, digest: str, cached: _Cached) -> ApiKey | None:
-        cached.reading = True
         try:
             return await within(RECHECK_DEADLINE_S, self._keys.by_hash(digest), "looking up a key")
         except (DatabaseUnavailable, DeadlineExceeded):
@@ -250,7 +257,7 @@ class Authenticator:
             # wait, with the database.
             return cached.key
         finally:
-            cached.reading = False
+            cached.look = None
 
     def hash_of(self, presented: str) -> str:
         """What is stored of a key.

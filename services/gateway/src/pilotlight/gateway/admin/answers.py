@@ -16,7 +16,8 @@ from pilotlight.common.errors import (
 )
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.edge.errors import error_headers, named_message
-from pilotlight.gateway.edge.http import CLIENT_GONE_STATUS, allow, note_error
+from pilotlight.gateway.edge.handlers import allow
+from pilotlight.gateway.edge.http import CLIENT_GONE_STATUS, note_error
 
 log = structlog.get_logger()
 

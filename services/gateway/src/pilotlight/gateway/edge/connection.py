@@ -100,6 +100,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._answer is not None:
             self._answer.left()
+            # Each knows the other: Python would have to look for them.
+            self._answer = None
 
     def data_received(self, data: bytes) -> None:
         if self._closing is not None:

@@ -107,7 +107,7 @@ class ConnectionAnswer(Receiving):
     def sends(self, send: object) -> bool:
         return send == self.send
 
-    def whole_body(self) -> bytes | None:
+    def body_there(self) -> bytes | None:
         cycle = self._cycle
         if (
             cycle.more_body
@@ -116,10 +116,16 @@ class ConnectionAnswer(Receiving):
             or cycle.waiting_for_100_continue
         ):
             return None
+        return bytes(cycle.body)
+
+    def whole_body(self) -> bytes | None:
+        body, cycle = self.body_there(), self._cycle
+        if body is None:
+            return None
         cycle.flow.resume_reading()
         cycle.message_event.clear()
         # All of it is there: nothing is added any more.
-        body, cycle.body = bytes(cycle.body), _NO_BODY
+        cycle.body = _NO_BODY
         return body
 
     def begin(

@@ -35,6 +35,10 @@ class Receiving:
         """Whether this ``send`` is the same connection's: nothing stands between."""
         return False
 
+    def body_there(self) -> bytes | None:
+        """The same as ``whole_body``, and it stays to be read."""
+        return None
+
     def whole_body(self) -> bytes | None:
         """The request's body, where all of it is there."""
         return None

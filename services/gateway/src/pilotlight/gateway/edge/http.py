@@ -10,19 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import structlog
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pilotlight.common.errors import (
     BadRequest,
     DeadlineExceeded,
     InternalError,
-    MethodNotAllowed,
     PilotlightError,
-    RouteNotFound,
     TransientError,
 )
 from pilotlight.common.ids import new_request_id
@@ -34,6 +31,7 @@ from pilotlight.gateway.edge.client_headers import Header, SendWithIds
 from pilotlight.gateway.edge.departure import ClientGone, Connected, Receiving
 from pilotlight.gateway.edge.errors import error_response
 from pilotlight.gateway.edge.measures import HttpMeasures
+from pilotlight.gateway.edge.refusals import Refusals
 
 log = structlog.get_logger()
 
@@ -129,9 +127,7 @@ class EventStream(ABC):
             except Exception as error:
                 if not self._started or isinstance(error, ClientGone):
                     raise
-                failure = error if isinstance(error, PilotlightError) else _bug(error)
-                note_error(scope, failure)
-                last = self.error_event(failure)
+                last = self.error_event(noted(scope, error))
             await self._end(last)
 
     async def write(self, data: bytes) -> None:
@@ -245,10 +241,26 @@ class Edge:
         self._traced = frozenset(traced)
         self._bodies = bodies
         self._measures = measures
+        self._refusals = Refusals()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         assert scope["type"] == "http", "the server takes no other"
         return self._answer(scope, receive, send)
+
+    def _again(self, scope: Scope, receive: Receiving, send: Send) -> bool:
+        """Whether a refusal that stands was all that there is to tell."""
+        route = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        refusal = None if route is None else self._refusals.again(scope, receive)
+        if route is None or refusal is None:
+            return False
+        scope["state"]["request_id"] = new_request_id()
+        sender = SendWithIds(send, scope, receive)
+        response = error_response(refusal.error)
+        if not _sent_at_once(response, sender):
+            return False
+        refusal.counted()
+        self._measures.answered(route.path, "POST", response.status_code, refusal.error.code)
+        return True
 
     def refused(self, error: PilotlightError) -> Response:
         """The answer to what is no request of HTTP; it is counted."""
@@ -256,6 +268,13 @@ class Edge:
         return error_response(error)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refusals.put_into(scope)
+        if (
+            isinstance(receive, Receiving)
+            and receive.sends(send)
+            and self._again(scope, receive, send)
+        ):
+            return
         with (
             server_span(_span_name(scope), _trace_headers(scope))
             if scope["path"] in self._traced
@@ -292,14 +311,24 @@ class Edge:
                 note_error(scope, failure)
                 await error_response(failure)(scope, receive, sender)
             except Exception as error:  # noqa: BLE001 - the last resort: a client is always answered
-                failure = error if isinstance(error, PilotlightError) else _bug(error)
-                note_error(scope, failure)
-                if not sender.status:
-                    await error_response(failure)(scope, receive, sender)
+                await _answer_error(error, scope, receive, sender)
             finally:
                 room.release()
                 code = scope["state"].get(_ERROR_CODE, "")
                 self._measures.answered(_route_of(scope), scope["method"], sender.status, code)
+
+
+async def _answer_error(
+    error: Exception, scope: Scope, receive: Receive, sender: SendWithIds
+) -> None:
+    """Tell what went wrong, where nothing was told yet. In a frame of its own: one that an error
+    has come through, and that keeps it, is kept by it.
+    """
+    failure = noted(scope, error)
+    if not sender.status:
+        response = error_response(failure)
+        if not _sent_at_once(response, sender):
+            await response(scope, receive, sender)
 
 
 def _span_name(scope: Scope) -> str:
@@ -321,6 +350,13 @@ def note_error(scope: Scope, error: PilotlightError) -> None:
     scope["state"][_ERROR_CODE] = error.code
 
 
+def noted(scope: Scope, error: Exception) -> PilotlightError:
+    """What a client is told of an error, noted; one that is not of the taxonomy is a bug."""
+    failure = error if isinstance(error, PilotlightError) else _bug(error)
+    note_error(scope, failure)
+    return failure
+
+
 def error_code_of(scope: Scope) -> str | None:
     """The code that was noted last; None without an error."""
     return scope["state"].get(_ERROR_CODE)
@@ -338,42 +374,3 @@ def _route_of(scope: Scope) -> str:
 def _bug(error: Exception) -> InternalError:
     log.error("request failed", action="request_bug", exc_info=error)
     return InternalError("this request met a bug")
-
-
-async def on_error(request: Request, error: Exception) -> Response:
-    """Exception handler for everything in the taxonomy."""
-    assert isinstance(error, PilotlightError)
-    note_error(request.scope, error)
-    return error_response(error)
-
-
-async def on_bug(request: Request, _: Exception) -> Response:
-    """Exception handler for what should not have happened; ``Edge`` logs it."""
-    return await on_error(request, InternalError("this request met a bug"))
-
-
-async def on_http_error(request: Request, error: Exception) -> Response:
-    """Exception handler for what the router itself raises."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        response = await on_error(
-            request, MethodNotAllowed(f"{request.url.path} does not take {request.method}")
-        )
-        response.headers.update(allow(request))
-        return response
-    return await on_error(request, RouteNotFound(f"there is no route {request.url.path[:200]}"))
-
-
-def allow(request: Request) -> dict[str, str]:
-    """The header of a 405: every method of the path, where the router knows those of one route.
-
-    Of several patterns the longest is the path's: ``/models/{name}/warm`` is no model's name.
-    """
-    found = [
-        route
-        for route in request.app.routes
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
-    ]
-    path = max((route.path for route in found), key=len, default="")
-    methods = {method for route in found if route.path == path for method in route.methods or ()}
-    return {"allow": ", ".join(sorted(methods))}

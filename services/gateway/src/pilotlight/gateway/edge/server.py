@@ -19,6 +19,11 @@ from pilotlight.gateway.edge.http import STOPPING, STOPPING_RETRY_AFTER_S, Edge
 log = structlog.get_logger()
 
 BACKLOG = 2048
+ACCEPTING = 16
+"""Handles of the loop on the listening socket. libuv takes one connection for each in a turn of the
+loop (since 1.45): with one, new clients of a gateway whose turns take a tenth of a second wait for
+their turn to be accepted, ten a second, while those that are connected are served at once.
+"""
 KEEP_ALIVE_S = 75
 PROBE_AFTER_S = 60
 PROBE_EVERY_S = 15
@@ -129,7 +134,8 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         self._server = _Server(config)
-        self._serving = self._background.spawn("serve HTTP", self._server.serve([listener]))
+        listeners = [listener, *(listener.dup() for _ in range(ACCEPTING - 1))]
+        self._serving = self._background.spawn("serve HTTP", self._server.serve(listeners))
         await self._server.listening.wait()
         log.info("serving HTTP", action="http_listening", host=self._host, port=self._port)
 

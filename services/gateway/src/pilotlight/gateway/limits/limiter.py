@@ -114,6 +114,23 @@ class Limiter:
         await self.learn(key_id, tenant)
         return self.admit_known(key_id, tenant, tokens, scope, paced=paced)
 
+    def check(self, key_id: str, tenant: Tenant, scope: Scope) -> None:
+        """Raises, and says in the answer's headers, what ``admit_known`` would for the shortest of
+        requests, if that is known; takes nothing.
+        """
+        if not tenant.limited or not self.knows(key_id, tenant):
+            return
+        now_s = self._clock.monotonic_s()
+        accounts = self._accounts_of(key_id, tenant, now_s)
+        for account in accounts:
+            if account.limits.tokens_per_month is not None:
+                self._check_budget(account, account.limits.tokens_per_month)
+        try:
+            for account in accounts:
+                self._check(account, 1, now_s)
+        finally:
+            _tell_left(scope, accounts, now_s)
+
     def admit_known(
         self, key_id: str, tenant: Tenant, tokens: int, scope: Scope, *, paced: bool = True
     ) -> Admission:
@@ -139,12 +156,7 @@ class Limiter:
         if not tenant.limited:
             return self._unlimited
         now_s = self._clock.monotonic_s()
-        accounts: tuple[Account, ...] = ()
-        if tenant.key_limits.any:
-            accounts = (self._account(_key(key_id), tenant.key_limits, now_s),)
-        if tenant.project_limits.any:
-            project = self._account(_project(tenant), tenant.project_limits, now_s)
-            accounts = (*accounts, project)
+        accounts = self._accounts_of(key_id, tenant, now_s)
         for account in accounts:  # 1
             if account.limits.tokens_per_month is not None:
                 self._check_budget(account, account.limits.tokens_per_month)
@@ -230,6 +242,16 @@ class Limiter:
         begin = self._turn % len(accounts)
         self._turn = begin + MAX_TOLD
         return iter(accounts[begin : begin + MAX_TOLD])
+
+    def _accounts_of(self, key_id: str, tenant: Tenant, now_s: float) -> tuple[Account, ...]:
+        """Of the key, then of its project: those that have limits."""
+        accounts: tuple[Account, ...] = ()
+        if tenant.key_limits.any:
+            accounts = (self._account(_key(key_id), tenant.key_limits, now_s),)
+        if tenant.project_limits.any:
+            project = self._account(_project(tenant), tenant.project_limits, now_s)
+            accounts = (*accounts, project)
+        return accounts
 
     def _account(self, subject: str, limits: TenantLimits, now_s: float) -> Account:
         account = self._accounts.get(subject)

@@ -223,11 +223,13 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        check_room(self._exchanges, asker, entry)
+        wait_s = self._encoder.wait_s(asker.key.key_id)
+        check_room(self._exchanges, asker, entry, wait_s, scope)
         options = options_of(body)
         tools = tool_use_of(body, entry.text)
         count_choices(body, 1, self._limits.max_choices)
-        prompt_ids = await self.prompt_of(entry, body, tools, asker.key)
+        with self._exchanges.requests.preparing(entry.model.name):
+            prompt_ids = await self.prompt_of(entry, body, tools, asker.key)
         held = tools.grammar is not None or grammar_of(body) is not None
         reasoning = reasoning_use(entry.text, prompt_ids, held=held)
         asked = _Asked(asker, entry, body, options, tools, reasoning)
@@ -241,12 +243,14 @@ class OpenAiApi:
             CapacityError, TransientError: not now.
         """
         entry = for_task(await self.entry(body.model, asker.key), Task.GENERATE)
-        check_room(self._exchanges, asker, entry)
+        wait_s = self._encoder.wait_s(asker.key.key_id)
+        check_room(self._exchanges, asker, entry, wait_s, scope)
         options = options_of(body)
         prompts = prompts_of(body.prompt)
         count_choices(body, len(prompts), self._limits.max_choices)
         key_id = asker.key.key_id
-        encoded = [await self._encoder.completion(entry, prompt, key_id) for prompt in prompts]
+        with self._exchanges.requests.preparing(entry.model.name):
+            encoded = [await self._encoder.completion(entry, prompt, key_id) for prompt in prompts]
         tokenizer = entry.text.tokenizer
         told = tuple(
             telling_of(body, prompt, ids, tokenizer)

@@ -92,6 +92,12 @@ class Choice:
         self._taker = take
         return self._parts.requests.run(self.request, self._listen)
 
+    def ended(self) -> None:
+        """It does not run any more. It knows its taker no longer, which knows it: until Python
+        looks for cycles, thousands of requests would stay that have long been answered.
+        """
+        self.exchange = self._taker = None
+
     async def _listen(self, update: Update) -> bool:
         assert self._taker is not None, "it runs"
         what = self._take(update)

@@ -169,7 +169,7 @@ class Exchange:
         traceback: TracebackType | None,
     ) -> None:
         for choice in self._choices:
-            choice.exchange = None
+            choice.ended()
         match error:
             case None:
                 status = "ok"

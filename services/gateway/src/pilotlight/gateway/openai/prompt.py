@@ -43,6 +43,12 @@ class PromptEncoder:
         check_sizes(request)
         return request
 
+    def wait_s(self, owner: str) -> float:
+        """How long one more prompt of an owner's would wait to be prepared, in seconds, as far as
+        it is known.
+        """
+        return self._texts.wait_s(owner)
+
     async def chat(
         self,
         entry: CatalogEntry,

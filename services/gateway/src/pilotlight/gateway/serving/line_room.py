@@ -1,13 +1,15 @@
 """Whether one more request may wait, and whose place it takes where no more may."""
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from pilotlight.common.errors import TooManyHeld
 from pilotlight.gateway.serving.lines import Line, Waits, all_holdings
-from pilotlight.policy.admission import QueueBounds, QueueFacts, admit_held
+from pilotlight.policy.admission import Admission, QueueBounds, QueueFacts, admit_held
 from pilotlight.policy.fairness import FairShare, Holding, makes_way
+from pilotlight.policy.ids import ModelName
 
 W = TypeVar("W", bound=Waits)
 
@@ -19,9 +21,27 @@ class LineRoom(Generic[W]):
         self._bounds = bounds
         self.held = 0
         """Requests that wait, in all lines."""
+        self.coming: dict[ModelName, int] = {}
+        """Requests whose prompts are being prepared, by model: they come next."""
+
+    @contextmanager
+    def preparing(self, model: ModelName) -> Generator[None, None, None]:
+        """Meanwhile one more of a model's is coming."""
+        self.coming[model] = self.coming.get(model, 0) + 1
+        try:
+            yield
+        finally:
+            self.coming[model] -= 1
+            if not self.coming[model]:
+                del self.coming[model]
 
     def made_by(
-        self, line: Line[W], lines: Iterable[Line[W]], share: FairShare, now_s: float
+        self,
+        line: Line[W],
+        lines: Iterable[Line[W]],
+        share: FairShare,
+        now_s: float,
+        coming: int = 0,
     ) -> tuple[Line[W], W, TooManyHeld] | None:
         """Who has to go for one more, in which line, and what it is told; None: there is room.
 
@@ -33,25 +53,29 @@ class LineRoom(Generic[W]):
             lines: all of them.
             share: the newcomer's.
             now_s: the monotonic time.
+            coming: how many more will be in the newcomer's line before it is.
 
         Raises:
             TooManyHeld: the newcomer.
         """
-        bounds, waiting = self._bounds, len(line)
-        if self.held < bounds.total_requests and waiting < bounds.model_requests:
+        bounds, waiting, held = self._bounds, len(line) + coming, self.held + coming
+        if held < bounds.total_requests and waiting < bounds.model_requests:
             return None
         facts = QueueFacts(
-            total_requests=self.held,
+            total_requests=held,
             model_requests=waiting,
             oldest_age_s=now_s - line.waits_since_s(now_s),
         )
         answer = admit_held(facts, bounds, None)
-        full = TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)
         those = [line] if waiting >= bounds.model_requests else [*lines]
-        held = all_holdings(those)
-        mine = held.get(share.tenant, Holding(share.tenant, 0))
-        way = makes_way(held.values(), replace(mine, weight=share.weight))
+        holdings = all_holdings(those)
+        mine = holdings.get(share.tenant, Holding(share.tenant, 0))
+        way = makes_way(holdings.values(), replace(mine, weight=share.weight))
         if way is None:
-            raise full
+            raise _full(answer)
         longest = max(those, key=lambda each: each.places_of(way))
-        return longest, longest.last_of(way), full
+        return longest, longest.last_of(way), _full(answer)
+
+
+def _full(answer: Admission) -> TooManyHeld:
+    return TooManyHeld(answer.reason, retry_after_s=answer.retry_after_s)

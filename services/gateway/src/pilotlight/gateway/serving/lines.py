@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
+from pilotlight.gateway.pacing import Pacing
 from pilotlight.policy.fairness import FairTurns, Holding
 
 
@@ -49,10 +50,18 @@ W = TypeVar("W", bound=Waits)
 class Line(Generic[W]):
     """One model's."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        """Nobody waits yet.
+
+        Args:
+            now_s: the monotonic time.
+        """
+        self._now_s = now_s
         self._places: dict[str, list[W]] = {}
         """By tenant, none of them empty."""
         self._turns = FairTurns()
+        self._pacing: Pacing | None = None
+        """Since somebody waits; None: nobody does."""
         self.conditional = False
         """Some of them may not wait for a start, or were there and are not any more."""
         self.handed: set[W] = set()
@@ -71,6 +80,8 @@ class Line(Generic[W]):
 
     def add(self, place: W) -> None:
         """It waits."""
+        if self._pacing is None:
+            self._pacing = Pacing(self._now_s())
         places = self._places.get(place.tenant)
         if places is None:
             places = self._places[place.tenant] = []
@@ -84,6 +95,8 @@ class Line(Generic[W]):
     def serve(self, place: W) -> None:
         """Its turn has come: it leaves."""
         self._turns.served(place.tenant, place.cost, place.weight)
+        if self._pacing is not None:
+            self._pacing.turn(self._now_s())
         self.remove(place)
 
     def remove(self, place: W) -> bool:
@@ -127,19 +140,37 @@ class Line(Generic[W]):
     def ahead(self, place: W) -> int:
         """How many go before it: of its tenant's own, and as many of others as the weights say."""
         own = bisect_left(self._places.get(place.tenant, []), place.order, key=_order)
-        if len(self._places) == 1:
+        return self._ahead(own, place.tenant, place.weight)
+
+    def ahead_of_new(self, tenant: str, weight: float) -> int:
+        """How many would go before one more of a tenant's, behind its own."""
+        return self._ahead(self.places_of(tenant), tenant, weight)
+
+    def wait_s(self, tenant: str, weight: float) -> float:
+        """How long one more of a tenant's would wait, in seconds, as far as the line's pace is
+        known.
+        """
+        if self._pacing is None:
+            return 0.0
+        pace = self._pacing.pace(self._now_s())
+        return pace.wait_s(self.ahead_of_new(tenant, weight)) or 0.0
+
+    def _ahead(self, own: int, tenant: str, weight: float) -> int:
+        if len(self._places) == 1 and own:
             return own
-        each = (own + 1) / place.weight
+        each = (own + 1) / weight
         return own + sum(
             min(len(places), math.floor(each * places[0].weight))
-            for tenant, places in self._places.items()
-            if tenant != place.tenant
+            for other, places in self._places.items()
+            if other != tenant
         )
 
     def _forget_empty(self) -> None:
         for tenant in [tenant for tenant, places in self._places.items() if not places]:
             del self._places[tenant]
             self._turns.end(tenant)
+        if not self._places:
+            self._pacing = None
 
 
 def all_holdings(lines: Iterable[Line[W]]) -> dict[str, Holding]:

@@ -142,7 +142,7 @@ class PendingQueue:
     def __init__(self, router: Router, clock: Clock, bounds: QueueBounds) -> None:
         self._router = router
         self._clock = clock
-        self._room = LineRoom[Place](bounds)
+        self.room = LineRoom[Place](bounds)
         self._lines: dict[ModelName, Line[Place]] = {}
         self._numbers = itertools.count()
         self._closed: PilotlightError | None = None
@@ -154,18 +154,19 @@ class PendingQueue:
     @property
     def held(self) -> int:
         """Requests that wait."""
-        return self._room.held
+        return self.room.held
 
     @property
     def progress_interval_s(self) -> float:
         """How often each of those that wait is told how far it has come."""
-        return min(max(PROGRESS_INTERVAL_S, self._room.held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
+        return min(max(PROGRESS_INTERVAL_S, self.room.held / TOLD_PER_S), MAX_PROGRESS_INTERVAL_S)
 
-    def check_room(self, model: ModelName, share: FairShare) -> None:
-        """Raises what ``enter`` would for want of a place, if it were asked now."""
-        line = self._lines.get(model)
-        if line:
-            self._made_by(line, share)
+    def check_room(self, model: ModelName, share: FairShare) -> float:
+        """The wait of one more (``Line.wait_s``); raises what ``enter`` would for want of room."""
+        if not (line := self._lines.get(model)):
+            return 0.0
+        self._made_by(line, share, self.room.coming.get(model, 0))
+        return line.wait_s(share.tenant, share.weight)
 
     def enter(self, ticket: Ticket, *, returning: bool = False) -> Place:
         """Take a place; it may have its instance at once.
@@ -184,7 +185,7 @@ class PendingQueue:
         place = Place(self, ticket, next(self._numbers))
         line = self._lines.get(ticket.model)
         if line is None:
-            line = self._lines[ticket.model] = Line()
+            line = self._lines[ticket.model] = Line(self._clock.monotonic_s)
         if not line:
             route = self._pick(ticket)
             if route is not None:
@@ -195,7 +196,7 @@ class PendingQueue:
         place.waited = True
         line.conditional |= ticket.cold_start is not ColdStart.ALLOW
         line.add(place)
-        self._room.held += 1
+        self.room.held += 1
         self.on_change()
         self.pump(ticket.model)
         return place
@@ -233,7 +234,7 @@ class PendingQueue:
             self._no_longer_handed(line, place)
         if ready:
             self.on_change()
-        before = self._room.held
+        before = self.room.held
         self._let_go_cold(model, line)
         while line:
             place = line.first()
@@ -241,9 +242,9 @@ class PendingQueue:
             if route is None:
                 break
             line.serve(place)
-            self._room.held -= 1
+            self.room.held -= 1
             self._assign(place, route)
-        if self._room.held != before:
+        if self.room.held != before:
             self.on_change()
 
     def refuse(self, model: ModelName, digest: Digest, error: PilotlightError) -> None:
@@ -260,7 +261,7 @@ class PendingQueue:
         for place in refused:
             place.settle(None, error)
         if refused:
-            self._room.held -= len(refused)
+            self.room.held -= len(refused)
             self.on_change()
 
     def pump_later(self, model: ModelName, after_s: float) -> None:
@@ -329,7 +330,7 @@ class PendingQueue:
             for place in line.handed:
                 place.error = error
             line.handed.clear()
-        self._room.held = 0
+        self.room.held = 0
         self.on_change()
 
     def _admit(self, line: Line[Place], place: Place) -> None:
@@ -342,13 +343,14 @@ class PendingQueue:
         if made is not None:
             longest, last, full = made
             longest.remove(last)
-            self._room.held -= 1
+            self.room.held -= 1
             last.settle(None, full)
 
     def _made_by(
-        self, line: Line[Place], share: FairShare
+        self, line: Line[Place], share: FairShare, coming: int = 0
     ) -> tuple[Line[Place], Place, TooManyHeld] | None:
-        return self._room.made_by(line, self._lines.values(), share, self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        return self.room.made_by(line, self._lines.values(), share, now_s, coming)
 
     def _pick(self, ticket: Ticket) -> Route | None:
         route = self._router.pick(ticket.model, ticket.needed_tokens, ticket.siblings)
@@ -365,7 +367,7 @@ class PendingQueue:
             return
         line.conditional = False
         cold = line.drop(lambda place: place.ticket.cold_start is not ColdStart.ALLOW)
-        self._room.held -= len(cold)
+        self.room.held -= len(cold)
         for place in cold:
             place.settle(None, _cold(model))
 
@@ -390,7 +392,7 @@ class PendingQueue:
         line = self._lines.get(place.ticket.model)
         if line is None or not line.remove(place):
             return False
-        self._room.held -= 1
+        self.room.held -= 1
         return True
 
 

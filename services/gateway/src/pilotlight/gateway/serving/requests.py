@@ -11,6 +11,8 @@
 cancelled, and whatever the request has (its place, its attempt) is let go on the way out.
 """
 
+from functools import partial
+
 import structlog
 
 from pilotlight.common.errors import (
@@ -20,7 +22,6 @@ from pilotlight.common.errors import (
     NoRoom,
     NotLoaded,
     PilotlightError,
-    TooManyHeld,
     WorkerLost,
     error_of,
 )
@@ -42,7 +43,7 @@ from pilotlight.gateway.serving.token_request import (
     Tokens,
     Update,
 )
-from pilotlight.policy.fairness import FairShare
+from pilotlight.gateway.serving.turned_away import check_room
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
@@ -64,22 +65,16 @@ class Requests:
     def __init__(self, parts: RequestParts) -> None:
         self._parts = parts
         self._first_tokens = FirstTokens(parts.phases, parts.clock)
+        self.check_room = partial(check_room, parts)
+        """See ``turned_away``."""
+        self.preparing = parts.queue.room.preparing
+        """Around the preparing of a request's prompt."""
         self.live = 0
         """Requests that are held or run."""
 
-    def check_room(self, model: ModelName, share: FairShare) -> None:
-        """Before work is done for a request: whether one that came now would be turned away.
-
-        It has arrived all the same: instances start for what comes, not for what is let in.
-
-        Raises:
-            TooManyHeld: it would.
-        """
-        try:
-            self._parts.queue.check_room(model, share)
-        except TooManyHeld:
-            self._parts.arrivals.arrived(model)
-            raise
+    def arrived(self, model: ModelName) -> None:
+        """Count one that is turned away: instances start for what comes, not for what is let in."""
+        self._parts.arrivals.arrived(model)
 
     async def run(self, request: TokenRequest, listener: Listener) -> None:
         """Tell what happens to a request, until it has ended.

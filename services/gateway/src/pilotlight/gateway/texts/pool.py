@@ -12,6 +12,7 @@ import structlog
 
 from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
+from pilotlight.gateway.pacing import Pacing
 from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Missing, Reply, encoded
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
 from pilotlight.gateway.texts.waiting_jobs import TextJob, WaitingJobs
@@ -35,6 +36,11 @@ TOGETHER = 16
 a short chat does."""
 TOGETHER_BYTES = 4 * 1024
 """Of them. Larger ones are a millisecond's work and more, which another helper may do meanwhile."""
+TOGETHER_IN_LINE = 8 * TOGETHER
+"""So many at most, and of so much more, where twice ``TOGETHER`` wait for each helper: an answer is
+taken once in a turn of the loop, and where a turn takes a third of a second, three times 16 prompts
+are 150 a second, whatever the helpers can do.
+"""
 HOLD_S = 0.002
 """For so long since it began, a helper that works for the same client and model is waited for, and
 no other is woken."""
@@ -88,6 +94,8 @@ class HelperPool:
         self._ending: set[asyncio.Task[None]] = set()
         """Of helpers that were lost, and their jobs."""
         self._waiting = WaitingJobs()
+        self._pacing: Pacing | None = None
+        """Since jobs wait; None: none do."""
         self._limits = LaneBounds(jobs=MAX_WAITING, bytes=bounds.max_waiting_bytes)
         self._numbers = 0
         self._now_turn = 0
@@ -152,6 +160,15 @@ class HelperPool:
             self._waiting.pop(waiting.lane.number)
             raise
 
+    def wait_s(self, owner: str) -> float:
+        """How long one more job of an owner's would wait, in seconds, as far as the pace is known
+        at which jobs have been done of late.
+        """
+        if self._pacing is None:
+            return 0.0
+        pace = self._pacing.pace(asyncio.get_running_loop().time())
+        return pace.wait_s(self._waiting.ahead_of_new(owner)) or 0.0
+
     def _begin_soon(self) -> None:
         if self._soon is not None:
             self._soon.cancel()
@@ -207,6 +224,8 @@ class HelperPool:
                 f"{len(self._waiting)} prompts with {self._waiting.bytes} bytes wait to be prepared; no more are taken now",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if not self._waiting:
+            self._pacing = Pacing(job.came_s)
         self._waiting.add(job)
 
     def _dispatch(self) -> None:
@@ -222,11 +241,24 @@ class HelperPool:
                 return
             helper = self._holder(chosen.model)
             # One that lacks the bundle would ask for it with each of them.
-            most = TOGETHER if chosen.model in helper.held else 1
-            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES)
+            most = self._together() if chosen.model in helper.held else 1
+            jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES * max(1, most // TOGETHER))
             for job in jobs:
                 self._waiting.pop(job.lane.number)
             self._begin(jobs, helper)
+            self._paced(len(jobs))
+
+    def _together(self) -> int:
+        """How many go to one helper, at most."""
+        for_each = len(self._waiting) // self._bounds.helpers
+        return TOGETHER if for_each < 2 * TOGETHER else min(for_each, TOGETHER_IN_LINE)
+
+    def _paced(self, turns: int) -> None:
+        """So many have had their turn."""
+        if not self._waiting:
+            self._pacing = None
+        elif self._pacing is not None:
+            self._pacing.turn(asyncio.get_running_loop().time(), turns)
 
     def _holder(self, model: str) -> HelperProcess:
         """An idle helper that holds a model's bundle, where there is one."""

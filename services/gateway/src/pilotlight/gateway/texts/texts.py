@@ -74,6 +74,10 @@ class Texts:
         """End them."""
         await self._pool.stop()
 
+    def wait_s(self, owner: str) -> float:
+        """See ``HelperPool.wait_s``."""
+        return self._pool.wait_s(owner)
+
     async def read(self, body: bytes, as_type: type[R], owner: str) -> R:
         """Decode and check a large body.
 
@@ -185,7 +189,7 @@ def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = N
     """The text helpers; by default they are started, and ended, by this gateway."""
     settings, store = context.settings, context.store
     bounds = PoolBounds(
-        helpers=max(2, settings.text_helpers or default_helpers(os.cpu_count() or 1)),
+        helpers=max(2, settings.text_helpers or default_helpers(len(os.sched_getaffinity(0)))),
         short_cpu_s=settings.text_short_timeout_s,
         long_cpu_s=settings.text_timeout_s,
         max_waiting_bytes=settings.text_queue_bytes,

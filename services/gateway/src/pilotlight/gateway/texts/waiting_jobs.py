@@ -112,6 +112,13 @@ class WaitingJobs:
             own_bytes=self._bytes.get(owner, 0),
         )
 
+    def ahead_of_new(self, owner: str) -> int:
+        """How many go before one more of an owner's: its own, and as many of each other's, since
+        owners take turns.
+        """
+        own = self._jobs.get(owner, 0)
+        return own + sum(min(jobs, own + 1) for other, jobs in self._jobs.items() if other != owner)
+
     def shared(self, give: Give) -> Give:
         """The same bundle, as another job brings it: read twice, it may stand twice in memory."""
         return self._gives.get(give.digest, give)

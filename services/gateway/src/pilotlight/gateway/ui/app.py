@@ -20,7 +20,7 @@ from pilotlight.common.errors import (
     RouteNotFound,
 )
 from pilotlight.gateway.auth import KeyInfo
-from pilotlight.gateway.edge import http
+from pilotlight.gateway.edge import handlers, http
 from pilotlight.gateway.edge.departure import ClientGone
 from pilotlight.gateway.sessions import Sessions
 from pilotlight.gateway.tenants.keys import Role
@@ -123,7 +123,7 @@ class _Failures:
         """Exception handler for everything in the taxonomy."""
         assert isinstance(error, PilotlightError)
         if request.scope["path"] == MOUNTED_AT + CHAT:
-            return await http.on_error(request, error)
+            return await handlers.on_error(request, error)
         http.note_error(request.scope, error)
         return self._templates.render(request, "error.html", status=error.status, error=error)
 
