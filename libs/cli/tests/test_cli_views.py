@@ -252,7 +252,7 @@ def test_every_service_gets_what_it_needs_and_no_more(home: Home) -> None:
 
 
 def test_a_second_gateway_takes_nothing_from_engines_where_cores_are_few() -> None:
-    assert [default_gateways(cores) for cores in (1, 2, 15, 16, 128)] == [1, 1, 1, 2, 2]
+    assert [default_gateways(cores) for cores in (1, 2, 15, 16, 128)] == [1, 1, 1, 4, 4]
 
 
 def test_standbys_are_processes_with_names_and_logs_of_their_own(home: Home) -> None:

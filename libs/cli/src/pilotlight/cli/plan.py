@@ -18,16 +18,17 @@ SERVICES = ("cache", "scheduler", "materializer", "loader", "gateway")
 """In order of start; stopped in reverse, so that the door closes first."""
 
 
-CORES_OF_TWO_GATEWAYS = 16
+CORES_OF_MANY, GATEWAYS_OF_MANY = 16, 4
 
 
 def default_gateways(cores: int) -> int:
     """How many gateways a machine has, unless its user says it.
 
-    With many cores a second one shortens the longest gaps between tokens, for its streams wait for
-    half as many others; with few it takes processor time from engines.
+    With many cores several shorten the longest gaps between tokens and the latest first tokens of
+    a wave, for each stream waits for a part of the others; with few they take processor time from
+    engines.
     """
-    return 2 if cores >= CORES_OF_TWO_GATEWAYS else 1
+    return GATEWAYS_OF_MANY if cores >= CORES_OF_MANY else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
