@@ -207,7 +207,8 @@ def test_a_prompt_waits_for_the_parts_of_the_half_that_has_its_graph(grows: Grow
     assert grows.half.plan.expect(40) is False
     grows.half.device.go()
     settled(grows.half)
-    assert grows.half.device.built[0] == prompt_size(16)
+    built = grows.half.device.built
+    assert built.index(prompt_size(16)) < built.index(4), "one may be under way already"
 
 
 def test_a_half_whose_graphs_are_refused_has_the_whole_models_when_it_is_that() -> None:

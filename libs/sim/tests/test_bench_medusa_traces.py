@@ -11,7 +11,7 @@ SHAPE = "qwen1.5-4b"
 ROWS: dict[str, dict[str, Any]] = {
     "record": {"gib": 7.36, "prompts_refused": ""},
     "plain": {"total_s": 4.0, "warm_up_s": 1.5, "capture_s": 0.5},
-    "first-layer": {"total_s": 1.5},
+    "medusa": {"total_s": 1.75, "rebuild_s": 0.25},
     "ours": {"total_s": 0.5, "rebuild_s": 0.25},
     "steps": {
         "eager_1_s": 0.01,
@@ -30,16 +30,18 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
 
 
-def lines(*, without: str = "") -> str:
+def lines(folder: Path, *, without: str = "") -> Path:
     rows = [{"way": way, "shape": SHAPE, **row} for way, row in ROWS.items() if way != without]
     rows.append({"way": "ours", "shape": "yi-6b", "total_s": 99.0})
-    return "\n".join(json.dumps(row) for row in rows)
+    file = folder / "lines"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    return file
 
 
-def test_strategies_are_what_was_measured() -> None:
+def test_strategies_are_what_was_measured(tmp_path: Path) -> None:
     from medusa_traces import rows_of, strategies_of
 
-    made = {one.name: one for one in strategies_of(rows_of(lines(), SHAPE))}
+    made = {one.name: one for one in strategies_of(rows_of(lines(tmp_path), SHAPE))}
     ready = {name: one.ready_s for name, one in made.items()}
     assert ready == {"plain": 4.0, "medusa": 1.75, "ours": 0.5, "eager": 2.0}
     assert (made["eager"].step_s, made["ours"].step_s) == (0.01, 0.004)
@@ -47,11 +49,11 @@ def test_strategies_are_what_was_measured() -> None:
     assert made["eager"].prefill_tokens_per_s == pytest.approx(25_600)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
     from medusa_traces import rows_of, strategies_of
 
-    with pytest.raises(SystemExit, match="not measured: first-layer"):
-        strategies_of(rows_of(lines(without="first-layer"), SHAPE))
+    with pytest.raises(SystemExit, match="not measured: steps"):
+        strategies_of(rows_of(lines(tmp_path, without="steps"), SHAPE))
 
 
 def test_a_faster_load_is_seen_in_first_tokens(
@@ -59,8 +61,7 @@ def test_a_faster_load_is_seen_in_first_tokens(
 ) -> None:
     from medusa_traces import main
 
-    file, out = tmp_path / "lines", tmp_path / "out.json"
-    file.write_text(lines())
+    file, out = lines(tmp_path), tmp_path / "out.json"
     arguments = ["--lines", str(file), "--out", str(out), "--commit", "abcdef0 2026-01-02"]
     main([*arguments, "--shape", SHAPE, "--rates", "0.5", "--seconds", "60", "--seeds", "1"])
     found = json.loads(out.read_text())["measurements"]

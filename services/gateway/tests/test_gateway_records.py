@@ -341,7 +341,7 @@ async def test_odd_spans_cost_no_others(world: AdminWorld) -> None:
             span(6, end_at_s=-1e18),
             kept=4,
         )
-    assert [(line["action"], line["spans"]) for line in logs] == [("spans_dropped", 2)]
+    assert [line["spans"] for line in logs if line["action"] == "spans_dropped"] == [2]
     trace = (await world.http.get(f"/traces/{TRACE}")).json()["spans"]
     assert [found["span_id"][-1] for found in trace] == ["1", "3", "4", "5"]
     assert trace[1]["name"] == "ab"
@@ -358,7 +358,7 @@ async def test_spans_that_come_too_fast_are_dropped(
     with capture_logs() as logs:
         await _store(world, *(span(number) for number in range(5)), kept=3)
     assert await _span_ids(world) == [0, 1, 2]
-    assert [(line["action"], line["spans"]) for line in logs] == [("spans_dropped", 2)]
+    assert [line["spans"] for line in logs if line["action"] == "spans_dropped"] == [2]
 
 
 @pytest.mark.usefixtures("quick")
