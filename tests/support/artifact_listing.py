@@ -6,7 +6,12 @@ from typing import Any
 from blake3 import blake3
 
 from pilotlight.common.artifact_signing import sign
-from pilotlight.common.messages.artifacts import ArtifactInfo, ArtifactsFound, FindArtifacts
+from pilotlight.common.messages.artifacts import (
+    FIND_ARTIFACTS_SUBJECT,
+    ArtifactInfo,
+    ArtifactsFound,
+    FindArtifacts,
+)
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.policy.ids import Digest
@@ -22,7 +27,7 @@ from pilotlight.policy.materialized import (
 from pilotlight.policy.model import Model
 from pilotlight.policy.testing import environment
 from pilotlight.worker.artifacts import MANIFEST
-from pilotlight.worker.testing import CLUSTER_KEY, Rig
+from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
 HERE = environment()
 
@@ -83,3 +88,20 @@ def restores(rig: Rig) -> dict[tuple[str, str], float]:
         for sample in family.samples
         if sample.name.endswith("_total")
     }
+
+
+async def rig_with_graphs(make_rig: MakeRig) -> Rig:
+    """A worker that takes graphs from artifacts of this environment."""
+    made = await make_rig()
+    made.worker.core.environment = HERE
+    assert made.worker.artifacts is not None
+    made.worker.artifacts._with_graphs = True
+    return made
+
+
+async def listing_of(rig: Rig, connect_bus: Any) -> Listing:
+    """What a materializer lists, which the worker asks."""
+    made = Listing(rig.worker.core.vocabularies._store)
+    bus = await connect_bus("materializer")
+    await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
+    return made

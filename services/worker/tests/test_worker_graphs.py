@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from artifact_listing import HERE, Listing, an_artifact, restores
+from artifact_listing import Listing, an_artifact, listing_of, restores, rig_with_graphs
 from blake3 import blake3
 from manifest_fuzz import MUTATIONS, mutated
 from restored_rig import DEADLINE_S, RestoredRig
 
 from pilotlight.common.errors import RestoreFailed
-from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
 from pilotlight.common.messages.codec import decode_json, encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
@@ -151,19 +150,12 @@ def test_the_archives_that_were_used_last_are_kept() -> None:
 
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
-    made = await make_rig()
-    made.worker.core.environment = HERE
-    assert made.worker.artifacts is not None
-    made.worker.artifacts._with_graphs = True
-    return made
+    return await rig_with_graphs(make_rig)
 
 
 @pytest.fixture
 async def listing(rig: Rig, connect_bus: Any) -> Listing:
-    made = Listing(rig.worker.core.vocabularies._store)
-    bus = await connect_bus("materializer")
-    await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
-    return made
+    return await listing_of(rig, connect_bus)
 
 
 async def found(rig: Rig, instance: str = "inst-1") -> bytes | None:

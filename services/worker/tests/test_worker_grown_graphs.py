@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from artifact_listing import HERE, Listing, an_artifact, restores
+from artifact_listing import Listing, an_artifact, listing_of, restores, rig_with_graphs
 from blake3 import blake3
 from restored_rig import RestoredRig
 from scripted_engine import ScriptedEngine
 
-from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.engine import LoadStage, StageLoaded
 from pilotlight.common.messages.graphs import StageGraphs
@@ -45,18 +44,12 @@ def with_graphs(model: Model, layout: GraphLayout = LAYOUT) -> Artifact:
 
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
-    made = await make_rig()
-    made.worker.core.environment = HERE
-    assert made.worker.artifacts is not None
-    made.worker.artifacts._with_graphs = True
-    return made
+    return await rig_with_graphs(make_rig)
 
 
 @pytest.fixture
 async def listing(rig: Rig, connect_bus: Any) -> Listing:
-    made = Listing(rig.worker.core.vocabularies._store)
-    bus = await connect_bus("materializer")
-    await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
+    made = await listing_of(rig, connect_bus)
     await made.store.put_if_absent(artifact_key(BLOB.digest), ARCHIVE)
     return made
 

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from artifact_listing import HERE, Listing, an_artifact, restores
+from artifact_listing import Listing, an_artifact, listing_of, restores, rig_with_graphs
 from blake3 import blake3
 from graph_archives import ImageMaker
 from manifest_fuzz import MUTATIONS as MANIFESTS
 from manifest_fuzz import mutated
 
 from pilotlight.common.errors import RestoreFailed
-from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.graphs import Precomputed, StageGraphs, StageKernels
@@ -289,19 +288,12 @@ def bytes_at(path: str) -> bytes:
 
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
-    made = await make_rig()
-    made.worker.core.environment = HERE
-    assert made.worker.artifacts is not None
-    made.worker.artifacts._with_graphs = True
-    return made
+    return await rig_with_graphs(make_rig)
 
 
 @pytest.fixture
 async def listing(rig: Rig, connect_bus: Any) -> Listing:
-    made = Listing(rig.worker.core.vocabularies._store)
-    bus = await connect_bus("materializer")
-    await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
-    return made
+    return await listing_of(rig, connect_bus)
 
 
 @pytest.mark.anyio

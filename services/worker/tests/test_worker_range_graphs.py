@@ -3,16 +3,16 @@ checked byte by byte, restored before those of the whole model.
 """
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
-from artifact_listing import HERE, Listing, an_artifact, restores
+from artifact_listing import Listing, an_artifact, listing_of, restores, rig_with_graphs
 from blake3 import blake3
 
-from pilotlight.common.messages.artifacts import FIND_ARTIFACTS_SUBJECT, FindArtifacts
 from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.engine import LoadStage
 from pilotlight.common.messages.graphs import (
@@ -86,18 +86,12 @@ def halves(model: Model) -> tuple[Stage, Stage]:
 
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> Rig:
-    made = await make_rig()
-    made.worker.core.environment = HERE
-    assert made.worker.artifacts is not None
-    made.worker.artifacts._with_graphs = True
-    return made
+    return await rig_with_graphs(make_rig)
 
 
 @pytest.fixture
 async def listing(rig: Rig, connect_bus: Any) -> Listing:
-    made = Listing(rig.worker.core.vocabularies._store)
-    bus = await connect_bus("materializer")
-    await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
+    made = await listing_of(rig, connect_bus)
     for data in (WHOLE_ARCHIVE, *map(archive_of, halves(rig.model))):
         await made.store.put_if_absent(artifact_key(Digest(blake3(data).hexdigest())), data)
     await made.lists(with_ranges(rig.model, *halves(rig.model)))
@@ -309,6 +303,8 @@ class Recording:
 def recorded(
     model: Model, monkeypatch: pytest.MonkeyPatch, folder: Path, recording: Recording
 ) -> GraphsRecorded:
+    # Another recorder is made from this one, as it is.
+    import_module("pilotlight.engine.cuda.tracing")
     monkeypatch.setattr(
         "pilotlight.engine.cuda.recording.GraphRecorder",
         lambda: cast("GraphRecorder", recording),
