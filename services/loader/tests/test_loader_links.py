@@ -17,6 +17,11 @@ from pilotlight.policy.model import Model
 
 pytestmark = pytest.mark.anyio
 
+PATIENT = {"PILOTLIGHT_STALL_TIMEOUT_S": "20.0"}
+"""For nodes that have nobody else to ask: a busy machine's other nodes are silent for seconds, above
+all while they start.
+"""
+
 
 @pytest.fixture
 async def cluster(
@@ -41,7 +46,9 @@ def register(cluster: LoaderProcesses) -> Model:
 
 async def test_nodes_meet_and_pass_a_model_on(cluster: LoaderProcesses) -> None:
     model = register(cluster)
-    first, second, third = [await cluster.start(name) for name in ("first", "second", "third")]
+    first, second, third = [
+        await cluster.start(name, **PATIENT) for name in ("first", "second", "third")
+    ]
     # Before any word of a model: they have met.
     for loader in (first, second, third):
         await until(lambda loader=loader: len(loader.said("link_up")) == 2)
@@ -84,17 +91,19 @@ async def test_a_node_that_comes_back_elsewhere_is_met_again(cluster: LoaderProc
     it gives what it has kept.
     """
     model = register(cluster)
-    first, second = await cluster.start("first"), await cluster.start("second")
+    first, second = [await cluster.start(name, **PATIENT) for name in ("first", "second")]
     await cluster.order(first, fetch_of(first, model))
     await cluster.has(first, model)
     await until(lambda: second.said("link_up"))
     before = cluster.peer(first)
     first.signal(signal.SIGKILL)
     await first.ended()
+    # It may have been met more than once: a busy machine breaks connections, too.
+    met = len(second.said("link_up"))
     await cluster.begin(first)
     assert cluster.peer(first).port != before.port
     (cluster.folder / "models" / "m").rename(cluster.folder / "models" / "gone")
-    await until(lambda: len(second.said("link_up")) == 2)
+    await until(lambda: len(second.said("link_up")) > met)
     await cluster.order(second, fetch_of(second, model, cluster.peer(first)))
     await cluster.has(second, model)
 
