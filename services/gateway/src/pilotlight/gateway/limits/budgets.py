@@ -1,16 +1,23 @@
 """What keys and projects with a budget have used this month.
 
-The rows of usage are the only count. They are added up when a key is met, and again every few
-seconds; what this gateway's requests use in between is counted here. What others' use in between is
-known after that time: of a month it is nothing.
+The rows of usage are the only count. A subject's month is added up when it is met. From then on one
+statement every few seconds adds up what was written since, for all subjects together; what this
+gateway's requests use in between is counted here. What others' use in between is known after that
+time: of a month it is nothing.
+
+Rows are numbered in order and seen out of order: a lower number may be committed after a higher one.
+So a number that a look has seen is *settled* some looks later, when whoever drew a lower one has
+committed or was ended by the database. Rows behind the settled one are added up with each look.
 """
 
 import asyncio
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import structlog
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, Select, case, func, select
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -22,20 +29,28 @@ from pilotlight.common.waiting import cancel_all, pause, within
 log = structlog.get_logger()
 
 READ_S = 5.0
+SETTLING_LOOKS = 6
+"""After which a number is settled: a statement's time, a usage transaction's idle time and a
+commit's together are less than so many ``READ_S``."""
 LEARN_DEADLINE_S = 1.0
 """How long the first request of a key waits for a database that does not answer."""
-SETTLED = timedelta(minutes=15)
-"""After which no row of a moment is written any more: rows before it are added up once."""
+UNSETTLED_IDS = 100_000
+"""More than are drawn in that time: where a book begins, so many numbers are not settled."""
 FORGET_S = 600.0
 _OVER_A_MONTH = timedelta(days=32)
+_usage, _keys = tables.usage, tables.api_keys
+_tokens = _usage.c.prompt_tokens + _usage.c.output_tokens
 
 
 @dataclass(slots=True)
 class _Entry:
     asked_s: float
     learned: bool = False
+    """It was looked up, or that was tried: no request waits for it any more."""
+    whole: bool = False
+    """Its month was added up."""
     settled: int = 0
-    settled_until: datetime | None = None
+    """By rows up to the settled one."""
     stored: int = 0
     """By rows, as of the last look."""
     ended: int = 0
@@ -53,6 +68,10 @@ class BudgetBook:
         self._clock = clock
         self._background = background
         self._entries: dict[str, _Entry] = {}
+        self._settled_id: int | None = None
+        """None: nothing is added up."""
+        self._last_ids: deque[int] = deque(maxlen=SETTLING_LOOKS)
+        """That looks have seen, the oldest first."""
         self._month = _month_of(clock.wall())
         self._next_month = _month_of(self._month + _OVER_A_MONTH)
         self._task: asyncio.Task[None] | None = None
@@ -77,7 +96,7 @@ class BudgetBook:
         """As ``Budgets.learn``: while the database is away, what is used from now on counts."""
         entry = self._entry(subject)
         try:
-            await within(LEARN_DEADLINE_S, self._read(subject, entry), "adding up a budget")
+            await within(LEARN_DEADLINE_S, self._add_up(subject, entry), "adding up a budget")
         except (DatabaseUnavailable, DeadlineExceeded) as error:
             log.warning(
                 "a budget cannot be looked up",
@@ -107,7 +126,7 @@ class BudgetBook:
             for entry in self._entries.values():
                 entry.settled = entry.stored = 0
                 entry.known = entry.ended
-                entry.settled_until = None
+                entry.whole = False
         entry = self._entry(subject)
         return entry.stored + entry.ended - entry.known + entry.running
 
@@ -130,38 +149,94 @@ class BudgetBook:
         for subject, entry in list(self._entries.items()):
             if not entry.running and now_s - entry.asked_s > FORGET_S:
                 del self._entries[subject]
-                continue
-            try:
-                await self._read(subject, entry)
-            except DatabaseUnavailable as error:
-                log.warning(
-                    "budgets cannot be looked up",
-                    action="budgets_unknown",
-                    entries=len(self._entries),
-                    error=error.message,
-                )
-                return
+        if not self._entries:
+            self._settled_id = None
+            self._last_ids.clear()
+            return
+        try:
+            await self._follow()
+            for subject, entry in list(self._entries.items()):
+                if not entry.whole:
+                    await self._add_up(subject, entry)
+        except DatabaseUnavailable as error:
+            log.warning(
+                "budgets cannot be looked up",
+                action="budgets_unknown",
+                entries=len(self._entries),
+                error=error.message,
+            )
 
-    async def _read(self, subject: str, entry: _Entry) -> None:
-        usage, keys, month = tables.usage, tables.api_keys, self._month
-        ended, before = entry.ended, entry.settled
-        begin, settles = entry.settled_until or month, self._clock.wall() - SETTLED
-        tokens = usage.c.prompt_tokens + usage.c.output_tokens
-        found = select(
-            func.coalesce(func.sum(case((usage.c.at < settles, tokens), else_=0)), 0),
-            func.coalesce(func.sum(tokens), 0),
-        ).where(usage.c.at >= begin)
-        kind, _, name = subject.partition("/")
-        whose: ColumnElement[bool] = usage.c.key_id == name
-        if kind == "project":
-            whose = usage.c.key_id.in_(select(keys.c.key_id).where(keys.c.project == name))
+    async def _follow(self) -> None:
+        """Add up the rows behind the settled one, for all entries that are whole."""
+        month, settled_id = self._month, self._settled_id
+        if settled_id is None:
+            return
+        settles = len(self._last_ids) == SETTLING_LOOKS
+        settles_id = self._last_ids[0] if settles else settled_id
+        ended = {subject: entry.ended for subject, entry in self._entries.items() if entry.whole}
+        stored, settled = defaultdict[str, int](int), defaultdict[str, int](int)
         async with self._database.reading() as connection:
-            settled, all_of_it = (await connection.execute(found.where(whose))).one()
+            last_id = (await connection.execute(_LAST_ID)).scalar_one()
+            for row in await connection.execute(_behind(settled_id, settles_id, month)):
+                for subject in (f"key/{row.key_id}", f"project/{row.project}"):
+                    stored[subject] += int(row.stored)
+                    settled[subject] += int(row.settled)
         if month != self._month:
             return
-        entry.stored, entry.known = before + int(all_of_it), ended
-        if settles > begin:
-            entry.settled, entry.settled_until = before + int(settled), settles
+        for subject, entry in self._entries.items():
+            if entry.whole and subject in ended:
+                entry.stored, entry.known = entry.settled + stored[subject], ended[subject]
+                entry.settled += settled[subject]
+            elif settles:
+                # Added up meanwhile, to the row that was the settled one.
+                entry.whole = False
+        self._settled_id = settles_id
+        self._last_ids.append(last_id)
+
+    async def _add_up(self, subject: str, entry: _Entry) -> None:
+        """Add up a subject's month. It is whole unless another row is the settled one by then."""
+        month, ended = self._month, entry.ended
+        async with self._database.reading() as connection:
+            if self._settled_id is None:
+                last_id = (await connection.execute(_LAST_ID)).scalar_one()
+                self._settled_id = self._settled_id or max(0, last_id - UNSETTLED_IDS)
+            settled_id = self._settled_id
+            found = await connection.execute(_of_month(subject, settled_id, month))
+            settled, stored = found.one()
+        if month == self._month:
+            entry.settled, entry.stored, entry.known = int(settled), int(stored), ended
+            entry.whole = settled_id == self._settled_id
+
+
+_LAST_ID = select(func.coalesce(func.max(_usage.c.id), 0))
+
+
+def _behind(settled_id: int, settles_id: int, month: datetime) -> Select[*tuple[Any, ...]]:
+    """By key, the tokens of rows behind the settled one, and of those up to the next one."""
+    settled = case((_usage.c.id <= settles_id, _tokens), else_=0)
+    return (
+        select(
+            _usage.c.key_id,
+            _keys.c.project,
+            func.sum(_tokens).label("stored"),
+            func.sum(settled).label("settled"),
+        )
+        .outerjoin_from(_usage, _keys, _keys.c.key_id == _usage.c.key_id)
+        .where(_usage.c.id > settled_id, _usage.c.at >= month)
+        .group_by(_usage.c.key_id, _keys.c.project)
+    )
+
+
+def _of_month(subject: str, settled_id: int, month: datetime) -> Select[*tuple[Any, ...]]:
+    """A subject's tokens by rows up to the settled one, and by all."""
+    kind, _, name = subject.partition("/")
+    whose: ColumnElement[bool] = _usage.c.key_id == name
+    if kind == "project":
+        whose = _usage.c.key_id.in_(select(_keys.c.key_id).where(_keys.c.project == name))
+    settled = case((_usage.c.id <= settled_id, _tokens), else_=0)
+    return select(func.coalesce(func.sum(settled), 0), func.coalesce(func.sum(_tokens), 0)).where(
+        whose, _usage.c.at >= month
+    )
 
 
 def _month_of(moment: datetime) -> datetime:
