@@ -199,7 +199,8 @@ class BudgetBook:
         async with self._database.reading() as connection:
             if self._settled_id is None:
                 last_id = (await connection.execute(_LAST_ID)).scalar_one()
-                self._settled_id = self._settled_id or max(0, last_id - UNSETTLED_IDS)
+                begin = max(0, last_id - UNSETTLED_IDS)
+                self._settled_id = begin if self._settled_id is None else self._settled_id
             settled_id = self._settled_id
             found = await connection.execute(_of_month(subject, settled_id, month))
             settled, stored = found.one()
