@@ -134,7 +134,7 @@ async def test_a_checkpoint_that_will_not_do(
 ) -> None:
     files = checkpoint_files()
     damage(files)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answer = await world.register(write_folder(world.models / "bad", files))
     refused(answer, 422, code, *words)
 
@@ -163,7 +163,7 @@ async def test_a_missing_shard_is_named(world: AdminWorld) -> None:
 async def test_a_huge_tokenizer_is_not_read(world: AdminWorld) -> None:
     folder = write_folder(world.models / "bad", checkpoint_files())
     os.truncate(folder / "tokenizer.json", 1 << 40)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         refused(await world.register(folder), 422, "bad_checkpoint", "tokenizer.json")
 
 
@@ -172,7 +172,7 @@ async def test_what_is_no_file_is_not_waited_for(world: AdminWorld) -> None:
     del files[WEIGHTS]
     folder = write_folder(world.models / "bad", files)
     os.mkfifo(folder / WEIGHTS)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         refused(await world.register(folder), 422, "bad_checkpoint")
 
 

@@ -1,18 +1,14 @@
 """Limits by the admin API, and how soon gateways follow what was said of a key."""
 
-import asyncio
-import random
 import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Insert, delete, insert, select, text
+from sqlalchemy import text
 
-from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.errors import Unauthorized
 from pilotlight.common.testing import MakeContext
@@ -20,7 +16,6 @@ from pilotlight.common.waiting import pause
 from pilotlight.gateway import auth
 from pilotlight.gateway.admin.testing import AdminWorld, admin_world, refused
 from pilotlight.gateway.auth import Authenticator
-from pilotlight.gateway.limits.budgets import SETTLING_LOOKS, BudgetBook
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.tenants import following
 from pilotlight.gateway.tenants.following import KeyFollower
@@ -196,128 +191,3 @@ async def test_a_key_from_a_file_has_limits_too(world: AdminWorld) -> None:
     own = next(one for one in listed if one["role"] == "inference")
     answer = await world.http.put(f"/keys/{own['key_id']}/limits", json=LIMITS)
     assert answer.json()["limits"] == LIMITS
-
-
-def row_of(key_id: str, at: datetime, tokens: int) -> Insert:
-    return insert(tables.usage).values(
-        at=at,
-        model="fox",
-        key_id=key_id,
-        request_id=f"{key_id}-{at}",
-        prompt_tokens=tokens - 1,
-        output_tokens=1,
-        status="ok",
-    )
-
-
-async def store(world: AdminWorld, key_id: str, at: datetime, tokens: int) -> None:
-    async with world.database.unit_of_work() as work:
-        await work.connection.execute(row_of(key_id, at, tokens))
-
-
-async def test_budgets_are_what_usage_says(world: AdminWorld) -> None:
-    """Of this month, of the key and of all keys of its project, and what runs besides."""
-    clock, made, other = world.context.clock, await make(world), await make(world)
-    now = clock.wall()
-    month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    key, project = f"key/{made['key_id']}", "project/default/default"
-    book = BudgetBook(world.database, clock, world.context.background)
-    await store(world, made["key_id"], month, 100)
-    await store(world, made["key_id"], month - timedelta(minutes=1), 5000)
-    await store(world, other["key_id"], now, 30)
-    assert not book.knows(key)
-    for subject in (key, project):
-        await book.learn(subject)
-    assert (book.used(key), book.used(project)) == (100, 130)
-    book.begin(key, 50)
-    assert book.used(key) == 150
-    book.end(key, 50, 7)
-    assert book.used(key) == 107
-    # Its row is written; it does not count twice.
-    await store(world, made["key_id"], now, 7)
-    await book.read()
-    await book.read()
-    assert (book.used(key), book.used(project)) == (107, 137)
-
-
-async def test_a_budget_begins_anew_with_the_month(world: AdminWorld) -> None:
-    class Calendar(type(world.context.clock)):
-        now = datetime(2031, 1, 31, 23, 59, 59, tzinfo=UTC)
-
-        def wall(self) -> datetime:
-            return self.now
-
-    calendar = Calendar()
-    book = BudgetBook(world.database, calendar, world.context.background)
-    await store(world, "key-1", calendar.now, 10)
-    await book.learn("key/key-1")
-    assert book.used("key/key-1") == 10
-    calendar.now = datetime(2031, 2, 1, tzinfo=UTC)
-    assert book.used("key/key-1") == 0
-    await book.read()
-    assert book.used("key/key-1") == 0
-
-
-async def test_a_row_that_is_committed_after_later_ones_is_counted(world: AdminWorld) -> None:
-    clock = world.context.clock
-    book = BudgetBook(world.database, clock, world.context.background)
-    await book.learn("key/one")
-    await book.learn("key/two")
-    async with world.database.unit_of_work() as work:
-        await work.connection.execute(row_of("one", clock.wall(), 3))
-        await store(world, "two", clock.wall(), 40)
-        for _ in range(SETTLING_LOOKS):
-            await book.read()
-        assert (book.used("key/one"), book.used("key/two")) == (0, 40)
-    for _ in range(2 * SETTLING_LOOKS):
-        await book.read()
-        assert (book.used("key/one"), book.used("key/two")) == (3, 40)
-
-
-async def test_what_is_settled_is_not_added_up_again(world: AdminWorld) -> None:
-    """Nor missed, where retention has deleted it."""
-    clock = world.context.clock
-    book = BudgetBook(world.database, clock, world.context.background)
-    await book.learn("key/one")
-    await store(world, "one", clock.wall(), 30)
-    for _ in range(SETTLING_LOOKS + 1):
-        await book.read()
-    async with world.database.unit_of_work() as work:
-        await work.connection.execute(delete(tables.usage))
-    await store(world, "one", clock.wall(), 4)
-    await book.read()
-    assert book.used("key/one") == 34
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_book_says_what_the_rows_say_whatever_comes_between(
-    world: AdminWorld, seed: int
-) -> None:
-    """Subjects are met while others are followed, and rows are written while both go on."""
-    rng, clock = random.Random(seed), world.context.clock
-    keys = [(await make(world))["key_id"] for _ in range(3)]
-    subjects = [*(f"key/{key_id}" for key_id in keys), "project/default/default"]
-    book = BudgetBook(world.database, clock, world.context.background)
-    met = set[str]()
-    for _ in range(40):
-        doing = [store(world, rng.choice(keys), clock.wall(), rng.randrange(1, 99))]
-        if rng.random() < 0.7:
-            doing.append(book.read())
-        if rng.random() < 0.3:
-            subject = rng.choice(subjects)
-            met.add(subject)
-            doing.append(book.learn(subject))
-        rng.shuffle(doing)
-        await asyncio.gather(*doing)
-        await book.read()
-        async with world.database.reading() as connection:
-            rows = (await connection.execute(select(tables.usage))).all()
-        for subject in met:
-            kind, _, name = subject.partition("/")
-            said = sum(
-                row.prompt_tokens + row.output_tokens
-                for row in rows
-                if kind == "project" or row.key_id == name
-            )
-            assert book.used(subject) == said
-    assert met

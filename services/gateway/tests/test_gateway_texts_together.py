@@ -130,7 +130,7 @@ async def test_a_helper_that_has_let_go_of_a_bundle_is_given_it_again(make_world
 
 async def test_what_ends_a_helper_fails_alone(make_world, begun):
     """Prompts that it had with them are done again, each by itself."""
-    world = await make_world(text=bundle_of(ENDLESS), text_short_timeout_s=0.5)
+    world = await make_world(text=bundle_of(ENDLESS), text_short_timeout_s=2.0)
     await world.texts.encode(job(world, "hello"), "one")
     begun.clear()
     contents = ["first", "boom", "second", "third"]

@@ -12,12 +12,13 @@ committed or was ended by the database. Rows behind the settled one are added up
 
 import asyncio
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 import structlog
-from sqlalchemy import ColumnElement, Select, case, func, select
+from sqlalchemy import ARRAY, ColumnElement, Select, Text, any_, case, func, literal, select
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -30,12 +31,14 @@ log = structlog.get_logger()
 
 READ_S = 5.0
 SETTLING_LOOKS = 6
-"""After which a number is settled: a statement's time, a usage transaction's idle time and a
-commit's together are less than so many ``READ_S``."""
+"""After which a number is settled: two statements' time and a usage transaction's idle time are
+less than so many ``READ_S``."""
 LEARN_DEADLINE_S = 1.0
 """How long the first request of a key waits for a database that does not answer."""
 UNSETTLED_IDS = 100_000
-"""More than are drawn in that time: where a book begins, so many numbers are not settled."""
+"""How far behind the last row a book begins: more than all gateways draw while a number settles."""
+MOST_BEHIND_IDS = 2_000_000
+"""A look that would add up more than this begins the book anew."""
 FORGET_S = 600.0
 _OVER_A_MONTH = timedelta(days=32)
 _usage, _keys = tables.usage, tables.api_keys
@@ -150,15 +153,18 @@ class BudgetBook:
             if not entry.running and now_s - entry.asked_s > FORGET_S:
                 del self._entries[subject]
         if not self._entries:
-            self._settled_id = None
-            self._last_ids.clear()
+            self._begin_anew()
             return
+        subject = ""
         try:
             await self._follow()
             for subject, entry in list(self._entries.items()):
                 if not entry.whole:
                     await self._add_up(subject, entry)
         except DatabaseUnavailable as error:
+            if subject in self._entries:
+                # Others first, the next time: its month may be more than can be added up.
+                self._entries[subject] = self._entries.pop(subject)
             log.warning(
                 "budgets cannot be looked up",
                 action="budgets_unknown",
@@ -171,13 +177,18 @@ class BudgetBook:
         month, settled_id = self._month, self._settled_id
         if settled_id is None:
             return
-        settles = len(self._last_ids) == SETTLING_LOOKS
-        settles_id = self._last_ids[0] if settles else settled_id
+        is_full = len(self._last_ids) == SETTLING_LOOKS
+        next_id = self._last_ids[0] if is_full else settled_id
         ended = {subject: entry.ended for subject, entry in self._entries.items() if entry.whole}
         stored, settled = defaultdict[str, int](int), defaultdict[str, int](int)
         async with self._database.reading() as connection:
             last_id = (await connection.execute(_LAST_ID)).scalar_one()
-            for row in await connection.execute(_behind(settled_id, settles_id, month)):
+            if not settled_id <= last_id <= settled_id + MOST_BEHIND_IDS:
+                # The database went back to an earlier state, or was not read for long.
+                self._begin_anew()
+                return
+            behind = _behind(settled_id, next_id, month, ended)
+            for row in await connection.execute(behind):
                 for subject in (f"key/{row.key_id}", f"project/{row.project}"):
                     stored[subject] += int(row.stored)
                     settled[subject] += int(row.settled)
@@ -187,11 +198,17 @@ class BudgetBook:
             if entry.whole and subject in ended:
                 entry.stored, entry.known = entry.settled + stored[subject], ended[subject]
                 entry.settled += settled[subject]
-            elif settles:
+            elif next_id != settled_id:
                 # Added up meanwhile, to the row that was the settled one.
                 entry.whole = False
-        self._settled_id = settles_id
+        self._settled_id = next_id
         self._last_ids.append(last_id)
+
+    def _begin_anew(self) -> None:
+        self._settled_id = None
+        self._last_ids.clear()
+        for entry in self._entries.values():
+            entry.whole = False
 
     async def _add_up(self, subject: str, entry: _Entry) -> None:
         """Add up a subject's month. It is whole unless another row is the settled one by then."""
@@ -212,19 +229,34 @@ class BudgetBook:
 _LAST_ID = select(func.coalesce(func.max(_usage.c.id), 0))
 
 
-def _behind(settled_id: int, settles_id: int, month: datetime) -> Select[*tuple[Any, ...]]:
-    """By key, the tokens of rows behind the settled one, and of those up to the next one."""
-    settled = case((_usage.c.id <= settles_id, _tokens), else_=0)
-    return (
+def _behind(
+    settled_id: int, next_id: int, month: datetime, subjects: Iterable[str]
+) -> Select[*tuple[Any, ...]]:
+    """By key, the tokens of rows behind the settled one, and of those up to the next one: for keys
+    that are subjects, or whose project is one.
+    """
+    names = defaultdict[str, list[str]](list)
+    for subject in subjects:
+        kind, _, name = subject.partition("/")
+        names[kind].append(name)
+    settled = case((_usage.c.id <= next_id, _tokens), else_=0)
+    sums = (
         select(
             _usage.c.key_id,
-            _keys.c.project,
             func.sum(_tokens).label("stored"),
             func.sum(settled).label("settled"),
         )
-        .outerjoin_from(_usage, _keys, _keys.c.key_id == _usage.c.key_id)
         .where(_usage.c.id > settled_id, _usage.c.at >= month)
-        .group_by(_usage.c.key_id, _keys.c.project)
+        .group_by(_usage.c.key_id)
+        .subquery()
+    )
+    return (
+        select(sums, _keys.c.project)
+        .outerjoin_from(sums, _keys, _keys.c.key_id == sums.c.key_id)
+        .where(
+            (sums.c.key_id == any_(literal(names["key"], ARRAY(Text))))
+            | (_keys.c.project == any_(literal(names["project"], ARRAY(Text))))
+        )
     )
 
 

@@ -29,8 +29,8 @@ FLUSH_INTERVAL_S = 1.0
 TAKE_OVER_INTERVAL_S = 30.0
 """Between looks for what killed gateways left behind."""
 IDLE_S = 5.0
-"""Of a transaction, until the database ends it: who adds up usage waits for those that began
-(``limits.budgets``)."""
+"""Of a transaction, until the database ends it: part of the time after which ``limits.budgets``
+takes its rows for settled."""
 MAX_BATCH_ROWS = 1000
 """Rows of one transaction: what an outage leaves behind must not be too much for one."""
 MAX_BUFFERED_ROWS = 50_000
@@ -51,8 +51,12 @@ class UsageRepository:
         an ``in_doubt`` batch, which an earlier try may have committed before its answer was lost,
         waits for the end of that try and then adds only what is missing.
         """
-        async with self._database.unit_of_work(idle_s=IDLE_S) as work:
-            await work.connection.execute(select(func.pg_advisory_xact_lock(writer)))
+        # As ``idle_s``, in the statement that locks: each one is a round trip.
+        idle = func.set_config(
+            "idle_in_transaction_session_timeout", str(round(IDLE_S * 1000)), True
+        )
+        async with self._database.unit_of_work() as work:
+            await work.connection.execute(select(func.pg_advisory_xact_lock(writer), idle))
             if in_doubt:
                 rows = await _missing(work, rows)
             if not rows:
