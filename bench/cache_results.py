@@ -164,7 +164,7 @@ def _short(value: float) -> float:
 
 def _shortened(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _shortened(one) for name, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {name: _shortened(one) for name, one in value.items()}
     return _short(value) if isinstance(value, int | float) else value
 
 

@@ -58,7 +58,7 @@ class Where:
             names = {
                 one.ident: one.name for one in threading.enumerate() if one is not self._thread
             }
-            for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
+            for ident, frame in sys._current_frames().items():
                 if ident in names:
                     self._seconds[names[ident] or "", place_of(frame)] += now_s - last_s
             last_s = now_s

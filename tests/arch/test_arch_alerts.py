@@ -26,6 +26,10 @@ RULES: dict[str, dict[str, Any]] = {
 STEPS = 240
 """Of 15 s: an hour in which all is well, and another one."""
 BROKEN_AT_S = 15 * STEPS
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed: apt-get install prometheus",
+)
 
 HEALTHY = {
     'up{job="pilotlight",instance="gateway:8000"}': "1",
@@ -230,7 +234,7 @@ def case_for_promtool(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
+@needs_promtool
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     file = tmp_path / "cases.yml"
     cases = [case_for_promtool(*case) for case in CASES]
@@ -247,7 +251,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
+@needs_promtool
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     config = (
         (ROOT / "deploy/prometheus/prometheus.yml")

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,7 +29,7 @@ def numbers(samples: Any) -> list[float]:
     """All samples, of runs that stand in lists of their own, too."""
     if isinstance(samples, list):
         found: list[float] = []
-        for sample in samples:  # pyright: ignore[reportUnknownVariableType]
+        for sample in cast("list[Any]", samples):
             found += numbers(sample)
         return found
     assert isinstance(samples, int | float), samples

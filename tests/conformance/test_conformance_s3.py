@@ -47,7 +47,7 @@ def settings(ceph: CephServer, tmp_path_factory: pytest.TempPathFactory) -> Mode
         s3_allow_http=True,
         secrets_dir=folder,
         model_roots="s3://models, s3://nobodys",
-    )  # type: ignore[call-arg]
+    )
     assert asyncio.run(ensure_bucket("s3://models/x", made))
     assert not asyncio.run(ensure_bucket("s3://models", made))
     return made

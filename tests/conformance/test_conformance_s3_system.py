@@ -67,7 +67,7 @@ def ask(system: RunningSystem, model: str) -> str:
     with system.openai() as client:
         answer = client.chat.completions.create(
             model=model, messages=QUESTION, temperature=0, max_tokens=32
-        )  # type: ignore[arg-type]
+        )
     return str(answer.choices[0].message.content)
 
 

@@ -149,7 +149,7 @@ async def test_an_unknown_code_is_transient(bus: NatsBus) -> None:
 
 
 async def test_what_cannot_be_decoded_is_refused(bus: NatsBus) -> None:
-    await bus.serve("v1.echo", Number, echo)  # type: ignore[arg-type]
+    await bus.serve("v1.echo", Number, echo)
     with pytest.raises(MessageUndecodable):
         await bus.request("v1.echo", Ask(text="x"), Answer, deadline_s=DEADLINE_S)
     await bus.serve("v1.echo2", Ask, echo)

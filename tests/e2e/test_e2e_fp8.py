@@ -62,7 +62,7 @@ def ask(system: RunningSystem, model: str) -> str:
     with system.openai() as client:
         answer = client.chat.completions.create(
             model=model,
-            messages=QUESTION,  # type: ignore[arg-type]
+            messages=QUESTION,
             temperature=0,
             max_tokens=32,
         )

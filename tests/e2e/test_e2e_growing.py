@@ -90,7 +90,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.node_ids = [one.node_id for one in self.loaders]
         self.worker_ids = [worker_id_of(node_id, 0) for node_id in self.node_ids]
-        self.teller = Teller(self.bus, Epoch(1), self, self.clock)  # type: ignore[arg-type]
+        self.teller = Teller(self.bus, Epoch(1), self, self.clock)
 
     def check(self) -> None:
         """The one thing that the teller asks of a term: it has not ended."""

@@ -36,7 +36,7 @@ def ask(system: RunningSystem, max_tokens: int = 8) -> str:
     with system.openai() as client:
         reply = client.chat.completions.create(
             model="ember-7m",
-            messages=QUESTION,  # type: ignore[arg-type]
+            messages=QUESTION,
             temperature=0,
             max_tokens=max_tokens,
         )

@@ -57,7 +57,7 @@ def ask(system: RunningSystem, model: str) -> str:
     with system.openai() as client:
         answer = client.chat.completions.create(
             model=model, messages=QUESTION, temperature=0, max_tokens=32
-        )  # type: ignore[arg-type]
+        )
     return str(answer.choices[0].message.content)
 
 
@@ -102,7 +102,7 @@ def test_a_source_that_changes_under_the_fetch_is_refused_until_it_is_registered
         system.openai() as client,
         pytest.raises(Exception, match="Register the model again") as caught,
     ):
-        client.chat.completions.create(model="changing", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+        client.chat.completions.create(model="changing", messages=QUESTION, max_tokens=8)
     assert getattr(caught.value, "code", None) == "source_changed"
     assert len(asked) >= 3, "it was replaced while it was read"
 

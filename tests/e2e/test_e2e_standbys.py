@@ -101,7 +101,7 @@ def chat(system: RunningSystem) -> str:
     with system.openai() as client:
         reply = client.chat.completions.create(
             model=MODEL,
-            messages=QUESTION,  # type: ignore[arg-type]
+            messages=QUESTION,
             temperature=0,
             max_tokens=TOKENS,
         )

@@ -49,6 +49,6 @@ def read_by(tier: DiskTier, digest: Digest, size_bytes: int, known: bytes = b"")
     fill = ChunkFill(digest, size_bytes, place)
     if known:
         fill.begin("peer", ReadProgress()).write(known)
-    DiskOrigin(tier).read(0, None, fill.begin("disk", ReadProgress()))  # type: ignore[arg-type]
+    DiskOrigin(tier).read(0, None, fill.begin("disk", ReadProgress()))
     assert fill.is_whole
     return bytes(found)

@@ -63,7 +63,7 @@ class Child:
             self.arena = CudaArena(
                 0, num_slots=2, slot_bytes=32 << 30, driver=driver, device=self.device
             )
-            frames.on_device = lambda tensor: True  # pyright: ignore[reportAttributeAccessIssue]
+            frames.on_device = lambda tensor: True
         else:
             self.device = torch.device("cuda", 0)
             torch.zeros(1, device=self.device)

@@ -121,7 +121,7 @@ def test_committed_files_are_small():
 
 
 def test_weights_agree_with_the_configuration(stored: Shapes):
-    assert stored == expected_shapes(read_json("config.json"))  # pyright: ignore[reportArgumentType]
+    assert stored == expected_shapes(read_json("config.json"))
     parameters = sum(math.prod(shape) for shape in stored.values())
     assert 6_000_000 <= parameters <= 8_000_000
     assert (FOLDER / "model.safetensors").stat().st_size >= parameters * BF16_BYTES

@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_POST = do_DELETE = do_PATCH = _do  # noqa: N815
+    do_GET = do_POST = do_DELETE = do_PATCH = _do  # noqa: N815 - what http.server looks for
 
     def log_message(self, *_: Any) -> None:
         """Say nothing."""

@@ -1,6 +1,6 @@
 """Cold starts as waterfalls in the terminal."""
 
-import os
+import io
 from typing import Any
 
 import pytest
@@ -10,9 +10,8 @@ from pilotlight.cli.waterfall import bars_of, draw, seconds_within
 
 
 def shown(renderable: object, width: int = 100) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"), color_system=None)  # noqa: SIM115
+    console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
     console.print(renderable)
-    console.file.close()
     return console.export_text()
 
 

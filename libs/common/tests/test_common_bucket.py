@@ -24,7 +24,7 @@ class Buckets(Standin):
         self.made: set[str] = set()
         super().__init__()
 
-    def answer(self, request) -> None:  # type: ignore[no-untyped-def]
+    def answer(self, request) -> None:
         where = urlsplit(request.path)
         name = where.path.strip("/")
         if not parse_qs(where.query)["X-Amz-Credential"][0].startswith(f"{ACCESS_KEY}/"):
@@ -47,7 +47,7 @@ def server() -> Iterator[Buckets]:
 def ensured(server: Buckets, folder: Path, url: str, access_key: str = ACCESS_KEY) -> bool:
     (folder / "s3-access-key").write_text(access_key)
     (folder / "s3-secret-key").write_text(SECRET_KEY)
-    settings = S3Settings(s3_endpoint=server.url, s3_allow_http=True, secrets_dir=folder)  # type: ignore[call-arg]
+    settings = S3Settings(s3_endpoint=server.url, s3_allow_http=True, secrets_dir=folder)
     return asyncio.run(ensure_bucket(url, settings))
 
 

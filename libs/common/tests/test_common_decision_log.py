@@ -137,7 +137,7 @@ def test_a_change_makes_the_one_of_the_other() -> None:
     cluster.register(7)
     cluster.ask(2)
     cluster.workers = {k: v for k, v in cluster.workers.items() if k != "w0001-0"}
-    after = cluster.facts(Focus(models=frozenset({"new-00007"})))  # pyright: ignore
+    after = cluster.facts(Focus(models=frozenset({"new-00007"})))
     before, after = (replace(one, books=before.books) for one in (before, after))
     change = msgspec.msgpack.decode(msgspec.msgpack.encode(change_of(before, after)))
     assert changed_by(before, change, type(before)) == after

@@ -22,7 +22,7 @@ from pilotlight.policy.cluster import HealthState
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> ScriptedNvml:
     scripted = ScriptedNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", scripted)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", scripted)
     return scripted
 
 
@@ -229,7 +229,7 @@ def test_without_library_or_driver_it_is_said_so(monkeypatch: pytest.MonkeyPatch
         list_gpus()
     monkeypatch.undo()
     scripted = ScriptedNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", scripted)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", scripted)
     for code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
         scripted.refuses = code
         for ask in (list_gpus, NvmlReader("").open):

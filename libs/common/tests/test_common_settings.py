@@ -47,7 +47,7 @@ def test_no_secret_is_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.startswith("PILOTLIGHT_S3_ENDPOINT: ")
     assert "hush" not in line
     with pytest.raises(SettingsInvalid) as caught:
-        BusSettings(nats_url=b"nats://me:hush\xff@x", prefix=3)  # type: ignore[arg-type]
+        BusSettings(nats_url=b"nats://me:hush\xff@x", prefix=3)
     assert "hush" not in caught.value.message
 
 
@@ -60,7 +60,7 @@ def test_a_service_tells_it_and_ends(
     async def build(_: object) -> None:
         raise AssertionError
 
-    assert run_service("test", ServiceSettings, build) == 2  # type: ignore[arg-type]
+    assert run_service("test", ServiceSettings, build) == 2
     told = capsys.readouterr().err
     assert "settings_invalid" in told
     assert "PILOTLIGHT_TRACE_SAMPLE_RATIO: " in told

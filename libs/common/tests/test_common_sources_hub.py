@@ -43,7 +43,7 @@ def sources_of(hub: StandinHub, **changes: object) -> Sources:
         "model_roots": "hf://org",
         "hub_private_hosts": f"127.0.0.1:{hub.cdn.port}",
     }
-    return Sources(ModelRootsSettings(**{**given, **changes}), PATIENCE)  # type: ignore[arg-type]
+    return Sources(ModelRootsSettings(**{**given, **changes}), PATIENCE)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def settings_of(server: StandinS3, folder: Path, **changes: object) -> ModelRoot
         "model_roots": "s3://models/team",
         "secrets_dir": folder,
     }
-    return ModelRootsSettings(**{**given, **changes})  # type: ignore[arg-type]
+    return ModelRootsSettings(**{**given, **changes})
 
 
 @pytest.fixture

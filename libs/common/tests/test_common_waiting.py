@@ -267,7 +267,7 @@ def test_ids_are_safe_in_subjects() -> None:
     assert not set(new_request_id()) & set(".*> ")
 
 
-def test_a_secret_is_its_file_without_the_newline(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_secret_is_its_file_without_the_newline(tmp_path) -> None:
     (tmp_path / "x").write_text("hidden\n")
     assert read_secret(tmp_path, "x") == "hidden"
     assert read_secret(tmp_path, "y") is None

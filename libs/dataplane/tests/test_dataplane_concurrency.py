@@ -355,4 +355,4 @@ def test_files_of_this_machine_are_read_by_every_core_from_the_first_moment(
 
     clock = SystemClock()
     lanes = Lanes(LaneLimits(least=2, most=8, local=64), SourceLimits(None, clock), clock)
-    assert lanes.of(From()).reads == reads  # type: ignore[arg-type]
+    assert lanes.of(From()).reads == reads

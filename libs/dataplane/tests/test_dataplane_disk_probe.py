@@ -172,7 +172,7 @@ def test_one_that_takes_the_flag_and_refuses_the_read_is_read_as_usual(
         return really(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(disk_probe, "_past_memory", lambda _, *, wanted=True: wanted)  # pyright: ignore
+    monkeypatch.setattr(disk_probe, "_past_memory", lambda _, *, wanted=True: wanted)
     (rate,) = Measured(_filled(empty)).run()
     assert rate > 0
     assert refused == 1

@@ -72,9 +72,9 @@ def test_a_chunk_that_is_not_there_is_no_fault(folder: Path):
     one = Tier(folder)
     with pytest.raises(NotHere):
         one.read(chunk_digest(b"x"), 1)
-    assert DiskOrigin(one.tier).origins(None, None) == ()  # type: ignore[arg-type]
+    assert DiskOrigin(one.tier).origins(None, None) == ()
     one.store(content_of(1))
-    assert [origin.kind for origin in DiskOrigin(one.tier).origins(None, None)] == [OriginKind.DISK]  # type: ignore[arg-type]
+    assert [origin.kind for origin in DiskOrigin(one.tier).origins(None, None)] == [OriginKind.DISK]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ class TestWriter:
         def count(event: DiskEvent) -> None:
             seen.append(os.getpriority(os.PRIO_PROCESS, 0))
 
-        one.tier._count = count  # pyright: ignore[reportPrivateUsage]
+        one.tier._count = count
         writer = DiskWriter(one.tier, pool, SystemClock(), count)
         writer.start()
         writer.keep(

@@ -142,7 +142,7 @@ async def test_who_says_nothing_is_shown_out_after_a_while(make_node: Callable[.
     thread, traffic = LinkThread("out"), Traffic()
     server = LinkServer(
         Identity(S, KEY), (HOST, 0), None, thread, SystemClock(), traffic, handshake_s=0.05
-    )  # type: ignore[arg-type]
+    )
     await server.start()
     raw = Raw(*await asyncio.open_connection(HOST, server.port))
     refused = await raw.hear()

@@ -238,7 +238,7 @@ async def test_wrong_bytes_of_several_are_blamed_on_nobody_until_one_gives_them_
 ) -> None:
     """The first one lies and breaks off; the one that goes on after it is not to blame."""
     liar = Script("lie", after=5, name="liar")
-    liar.read = partly(liar, UNIT_BYTES // 2)  # type: ignore[method-assign]
+    liar.read = partly(liar, UNIT_BYTES // 2)
     honest = Script("good", name="honest")
     source = Script("good", kind=OriginKind.SOURCE, trusted=True, name="source")
     told = Told()

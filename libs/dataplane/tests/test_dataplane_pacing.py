@@ -273,7 +273,7 @@ def until_acked(one: socket.socket, size_bytes: int) -> Reading:
     for _ in range(100_000):
         reading = reading_of(one)
         if reading is None:
-            pytest.skip("the kernel does not tell")
+            pytest.skip("a kernel before 4.10 does not tell when a sender is busy")
         if reading.acked_bytes >= size_bytes:
             return reading
     raise AssertionError("never acknowledged")

@@ -128,7 +128,7 @@ def test_a_crash_at_any_write_leaves_only_whole_parts(
     pool = HostPool.open(path, POOL_BYTES, clock)
     fill(pool, FIRST, 0)
     old = fill(pool, SECOND, 0)
-    pool._table = ChunkTable(CrashingMap(pool._mapped, writes), pool.geometry.slots)  # type: ignore[arg-type]
+    pool._table = ChunkTable(CrashingMap(pool._mapped, writes), pool.geometry.slots)
     finished: list[int] = []
     try:
         # Drop one model and write another over it: three writes free the old entries, each new one

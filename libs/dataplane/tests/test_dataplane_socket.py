@@ -240,7 +240,7 @@ async def test_a_reader_that_does_not_read_loses_its_lease(served, tmp_path) -> 
     )
     node.manifests.manifests[slow.digest] = msgspec.structs.replace(known, parts=padded)
     transport = writer.transport
-    transport.pause_reading()  # type: ignore[attr-defined]
+    transport.pause_reading()
     writer.write(frame(big))
     await writer.drain()
     await until(lambda: server.connections == 1)

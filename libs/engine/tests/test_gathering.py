@@ -86,7 +86,7 @@ def test_one_that_gave_up_its_blocks_is_not_kept() -> None:
         one.accept(3)
     (youngest,) = plan.requests[-1:]
     youngest.queued_s = 5.0
-    scheduler._preempt(youngest)  # pyright: ignore[reportPrivateUsage] - as a step without room does
+    scheduler._preempt(youngest)  # as a step without room does
     scheduler.submit(request(9, queued_s=5.0))
     assert taken(scheduler, 5.0) == ["r0", "r1", "r2", "r3", "r9"]
 

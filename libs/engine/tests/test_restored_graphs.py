@@ -184,7 +184,9 @@ REFUSALS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore:(?s).*ZeroDivisionError:pytest.PytestUnhandledThreadExceptionWarning"
+)
 def test_what_does_not_fit_is_refused_by_name_before_the_driver_and_captured(
     rig: RestoredRig, name: str
 ) -> None:

@@ -45,7 +45,7 @@ def a_build(state: BuildState, **changes: object) -> Build:
         attempt=1,
         changed_s=900.0,
     )
-    return replace(build, **changes)  # type: ignore[arg-type] - names of its fields
+    return replace(build, **changes)
 
 
 def an_artifact(fingerprint: Digest = FINGERPRINT.digest, **changes: object) -> Listed:
@@ -56,7 +56,7 @@ def an_artifact(fingerprint: Digest = FINGERPRINT.digest, **changes: object) -> 
         size_bytes=10,
         created_s=600.0,
     )
-    return replace(one, **changes)  # type: ignore[arg-type] - names of its fields
+    return replace(one, **changes)
 
 
 def chosen(

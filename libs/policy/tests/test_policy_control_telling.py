@@ -35,7 +35,7 @@ WHOLE = tuple(range(len(MODEL.spec.part_bytes)))
 
 def node_with(name: str, parts: tuple[int, ...] = (), **more: object) -> NodeFacts:
     copies = (replace(copy(), node_id=NodeId(name), parts=parts),) if parts else ()
-    return replace(node(copies=copies), node_id=NodeId(name), dataplane_port=1, **more)  # type: ignore[arg-type]
+    return replace(node(copies=copies), node_id=NodeId(name), dataplane_port=1, **more)
 
 
 def facts_of(nodes: dict[NodeId, NodeFacts], books: Books, *changed: NodeId) -> ControlFacts:

@@ -34,7 +34,7 @@ def facts(*records: Record, **more: object) -> ControlFacts:
         nodes={node().node_id: node()},
         models={model().name: model()},
     )
-    return replace(made, **more)  # type: ignore[arg-type]
+    return replace(made, **more)
 
 
 def test_a_waiting_request_is_a_start_and_an_idle_tick_is_only_repetition() -> None:
@@ -82,12 +82,12 @@ def test_nothing_is_commanded_before_it_may_be() -> None:
 def test_a_refused_start_goes_elsewhere_then_waits_and_a_change_of_workers_ends_that() -> None:
     waits = (demand("m", 1),)
     first = tick(facts(demand=waits), Memory(), CONTROL)
-    worker_id = first.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
+    worker_id = first.start[0].choice.scheme.placements[0].worker_id
     refusal = Refusal(
         model=ModelName("m"), worker_id=worker_id, code="no_room", message="full", transient=False
     )
     second = tick(facts(demand=waits, refusals=(refusal,)), first.memory, CONTROL)
-    other = second.start[0].choice.scheme.placements[0].worker_id  # type: ignore[union-attr]
+    other = second.start[0].choice.scheme.placements[0].worker_id
     assert {worker_id, other} == {"w0", "w1"}
     third = tick(
         facts(demand=waits, refusals=(replace(refusal, worker_id=other),)), second.memory, CONTROL

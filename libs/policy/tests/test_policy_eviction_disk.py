@@ -34,7 +34,7 @@ def asked(**counts: int) -> RecentArrivals:
 def order(policy: str = "iam", **facts: object) -> list[str]:
     """Names instead of digests."""
     models = [model(name) for name in NAMES]
-    made = DiskFacts(now_s=NOW_S, models=registered(models), **facts)  # type: ignore[arg-type]
+    made = DiskFacts(now_s=NOW_S, models=registered(models), **facts)
     decides = make_policy(policy, 10**9)
     for name, arrivals in made.arrivals.models.items():
         for _ in range(arrivals.slots[0][1]):

@@ -229,7 +229,7 @@ class Counting(Iam):
         super().__init__()
         self.scores = 0
 
-    def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> tuple[float, ...]:  # type: ignore[override]
+    def score(self, candidate: EvictionCandidate, last_s: float, now_s: float) -> tuple[float, ...]:
         self.scores += 1
         return super().score(candidate, last_s, now_s)
 

@@ -41,7 +41,7 @@ def pool_of(*nodes: NodeFacts) -> ParameterPool:
 
 def planned(models: tuple[Model, ...], *nodes: NodeFacts, **given: object) -> HostCopyPlan:
     facts = HostCopyFacts(now_s=NOW_S, models=models, nodes={one.node_id: one for one in nodes})
-    return plan_host_copies(replace(facts, **given), pool_of(*nodes), RULES)  # type: ignore[arg-type]
+    return plan_host_copies(replace(facts, **given), pool_of(*nodes), RULES)
 
 
 def orders(plan: HostCopyPlan) -> dict[str, str]:

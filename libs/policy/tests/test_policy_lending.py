@@ -46,7 +46,7 @@ def borrower(name: str = "a", **other: object) -> Borrower:
         "most_bytes": 10_000,
         "weight": 1.0,
     }
-    return Borrower(**(facts | other))  # pyright: ignore[reportArgumentType]
+    return Borrower(**(facts | other))
 
 
 def lent(name: str = "a", **other: object) -> LentStage:
@@ -58,7 +58,7 @@ def lent(name: str = "a", **other: object) -> LentStage:
         "wanted_bytes": 0,
         "quiet": True,
     }
-    return LentStage(**(facts | other))  # pyright: ignore[reportArgumentType]
+    return LentStage(**(facts | other))
 
 
 def sizes(loans: tuple[Loan, ...]) -> list[int]:

@@ -31,7 +31,7 @@ def facts(
     made = replace(
         node(copies=copies), node_id=NodeId(name), dataplane_host=name, dataplane_port=port
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    return replace(made, **changes)
 
 
 def starting(

@@ -156,11 +156,11 @@ def test_a_node_that_has_the_bytes_is_preferred() -> None:
                 size_bytes=600,
             ),
         ),
-    )  # type: ignore[arg-type]
+    )
     workers = (
         worker(0, memory_bytes=10_000),
         replace(worker(1, memory_bytes=10_000), node_id="n1"),
-    )  # type: ignore[arg-type]
+    )
     snapshot = Snapshot(
         now_s=NOW_S, epoch=Epoch(1), models=(wanted,), nodes=(node(), near), workers=workers
     )

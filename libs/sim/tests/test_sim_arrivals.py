@@ -24,7 +24,7 @@ MOONCAKE = "".join(
 
 def _scenario(**changes: object) -> Scenario:
     scenario = read_builtin("paraserve-testbed-1")
-    arrivals = replace(Arrivals(duration_s=2000.0, per_s=2.0), **changes)  # pyright: ignore
+    arrivals = replace(Arrivals(duration_s=2000.0, per_s=2.0), **changes)
     return replace(scenario, arrivals=arrivals)
 
 

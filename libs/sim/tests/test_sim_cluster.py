@@ -34,7 +34,7 @@ def _short(name: str = "paraserve-testbed-1", **changes: float) -> Scenario:
     changes.setdefault("duration_s", SECONDS)
     return dataclasses.replace(
         scenario,
-        arrivals=dataclasses.replace(scenario.arrivals, **changes),  # pyright: ignore
+        arrivals=dataclasses.replace(scenario.arrivals, **changes),
     )
 
 

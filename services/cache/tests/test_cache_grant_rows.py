@@ -60,7 +60,7 @@ class Rows:
 class Rig:
     def __init__(self) -> None:
         self.rows = Rows()
-        self.writer = GrantRows(self.rows, Background())  # type: ignore[arg-type]
+        self.writer = GrantRows(self.rows, Background())
 
     async def together(self, *writes: Any) -> list[BaseException | None]:
         """Write some while another transaction is under way; what came of each."""

@@ -75,7 +75,7 @@ def books(clock: ManualClock) -> Books:
 
 @pytest.fixture
 def lender(books: Books, told: Told, clock: ManualClock) -> Lender:
-    return Lender(books, told, clock, LendingRules())  # type: ignore[arg-type]
+    return Lender(books, told, clock, LendingRules())
 
 
 async def report(

@@ -70,19 +70,19 @@ class Rig:
         self.rows = Rows()
         self.background = Background()
         rules = EvictionRules(min_residency_s=0.0)
-        lender = Lender(self.books, None, clock, LendingRules())  # type: ignore[arg-type]
+        lender = Lender(self.books, None, clock, LendingRules())
         self.room = RoomMaker(
             self.books,
-            self.rows,  # type: ignore[arg-type]
-            None,  # type: ignore[arg-type]
-            None,  # type: ignore[arg-type]
+            self.rows,
+            None,
+            None,
             clock,
             self.background,
             rules,
             lender,
             Keeper(
                 self.books,
-                None,  # type: ignore[arg-type]
+                None,
                 clock,
                 "i",
                 HostCopies.OFF,

@@ -48,8 +48,8 @@ class Rig(KeeperRig):
         self.locks = defaultdict[NodeId, asyncio.Lock](asyncio.Lock)
         self.striker = Striker(
             self.books,
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
+            self,
+            self,
             self.clock,
             EvictionRules(),
             self.keeper,

@@ -199,7 +199,7 @@ async def test_without_a_database_nodes_are_shown_and_not_drained(
 
 def test_states() -> None:
     some, nothing = Left(instances=0, requests=0, copies=1), Left(instances=0, requests=0, copies=0)
-    drain = Drain(node_id=NodeId("n0"), key_id="", requested_at=None)  # type: ignore[arg-type]
+    drain = Drain(node_id=NodeId("n0"), key_id="", requested_at=None)
     away = node(liveness=Liveness.DEAD)
     assert state_of(node(), None, some) is NodeState.READY
     assert state_of(None, None, nothing) is state_of(away, None, some) is NodeState.AWAY

@@ -104,7 +104,7 @@ def state(node_id: NodeId, status: VerificationStatus, **changes: object) -> Ver
         status=status,
         done_bytes=1,
         total_bytes=2,
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
 
 

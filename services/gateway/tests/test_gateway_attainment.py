@@ -119,7 +119,7 @@ def test_counts_are_sums(parts: list[Attained]) -> None:
 def test_a_minute_is_where_it_is_looked_at() -> None:
     clock: Any = ManualClock(wall=datetime(2026, 1, 1, 10, 0, 59, tzinfo=UTC))
     counts = {"fox": Attained(1, 1, 1, 1)}
-    rows: Any = Attainment(None, clock, None, "gw", lambda: counts)  # type: ignore[arg-type]
+    rows: Any = Attainment(None, clock, None, "gw", lambda: counts)
     rows._take()
     clock.advance(timedelta(seconds=1).total_seconds())
     rows._take()

@@ -69,7 +69,7 @@ class Watched:
     def __init__(self) -> None:
         self.bus: Any = SimpleNamespace(connected=True)
         clock = ManualClock()
-        self.fleet = Fleet(self.bus, clock, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+        self.fleet = Fleet(self.bus, clock, SimpleNamespace())
         bounds = QueueBounds(total_requests=9, model_requests=9)
         self.queue = PendingQueue(Router(self.fleet, clock), clock, bounds)
         self.fleet.on_change(self.queue.pump)

@@ -272,7 +272,7 @@ def span(number: int, **changes: object) -> SpanRecord:
         "start_at_s": NOW_S + number,
         "end_at_s": NOW_S + number + 0.5,
     }
-    return SpanRecord(**{**values, **changes})  # type: ignore[arg-type]
+    return SpanRecord(**{**values, **changes})
 
 
 @pytest.fixture

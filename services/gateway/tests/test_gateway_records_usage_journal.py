@@ -68,7 +68,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def _row(name: str, **changes: object) -> UsageRow:
     given = {"at": AT, "model": "fox", "key_id": "k", "request_id": name, "prompt_tokens": 5}
     given["device_s"] = 1.5
-    return UsageRow(**{**given, "output_tokens": 9, "status": "ok", **changes})  # pyright: ignore[reportArgumentType]
+    return UsageRow(**{**given, "output_tokens": 9, "status": "ok", **changes})
 
 
 def _begin(journal: UsageJournal, name: str, model: str = "fox") -> Meter | None:
@@ -291,7 +291,7 @@ async def test_what_was_not_metered_is_noted_at_its_end(
     await usage.start()
     asked = {"model": "fox", "key_id": "k", "prompt_tokens": 5, "output_tokens": 2, "status": "ok"}
     with database_away(module_database):
-        usage.record(request_id="r", **asked)  # pyright: ignore[reportArgumentType]
+        usage.record(request_id="r", **asked)
         await usage.stop()
     (left,) = left_behind(folder)
     assert [(row.request_id, row.output_tokens) for row in left.rows] == [("r", 2)]

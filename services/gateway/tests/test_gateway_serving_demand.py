@@ -43,7 +43,7 @@ def ticket(model: str, digest: str) -> Ticket:
 
 
 async def test_requests_for_what_never_fits_are_told_at_once(bus: Bus) -> None:
-    queue = PendingQueue(NothingServes(), ManualClock(), QueueBounds())  # type: ignore[arg-type]
+    queue = PendingQueue(NothingServes(), ManualClock(), QueueBounds())
     publisher = DemandPublisher(queue, bus, Background(), GatewayId("g"))
     await publisher.start()
     large, newer, other = (
@@ -60,7 +60,7 @@ async def test_requests_for_what_never_fits_are_told_at_once(bus: Bus) -> None:
 
 
 def test_demand_tells_the_prompt_of_its_oldest_request() -> None:
-    queue = PendingQueue(NothingServes(), ManualClock(), QueueBounds())  # type: ignore[arg-type]
+    queue = PendingQueue(NothingServes(), ManualClock(), QueueBounds())
     for since_s, tokens in ((2.0, 7), (1.0, 161), (3.0, 9)):
         asked = ticket("m", "d")
         queue.enter(msgspec.structs.replace(asked, since_s=since_s, held_tokens=tokens))

@@ -18,7 +18,7 @@ from pilotlight.policy.model import Model
 pytestmark = pytest.mark.anyio
 
 PATIENT = {"PILOTLIGHT_STALL_TIMEOUT_S": "20.0"}
-"""For nodes that have nobody else to ask: a busy machine's other nodes are silent for seconds, above
+"""For nodes that have nobody else to ask: on a busy machine others are silent for seconds, above
 all while they start.
 """
 

@@ -66,7 +66,7 @@ async def test_epochs_only_rise(bus: Bus) -> None:
 async def test_one_that_was_stopped_between_reading_and_writing_undoes_nothing(bus: Bus) -> None:
     bucket = await bus.bucket(LEADER)
     stopped = Interrupted(bucket)
-    old = asyncio.create_task(announce(stopped, Epoch(7), leads))  # type: ignore[arg-type]
+    old = asyncio.create_task(announce(stopped, Epoch(7), leads))
     await asyncio.wait_for(stopped.asked.wait(), 10)
     assert await announce(bucket, Epoch(8), leads) == 8
     stopped.go_on.set()
@@ -78,7 +78,7 @@ async def test_what_nats_does_not_take_is_said_again_while_the_lease_lasts(bus: 
     bucket = await bus.bucket(LEADER)
     lost = Interrupted(bucket, refusals=2)
     lost.go_on.set()
-    assert await asyncio.wait_for(announce(lost, Epoch(2), leads), 10) == 2  # type: ignore[arg-type]
+    assert await asyncio.wait_for(announce(lost, Epoch(2), leads), 10) == 2
     with pytest.raises(NotLeader):
         await announce(bucket, Epoch(9), over)
     assert await announced(bucket) == Leading(epoch=Epoch(2))
@@ -87,7 +87,7 @@ async def test_what_nats_does_not_take_is_said_again_while_the_lease_lasts(bus: 
 async def test_reconnects_are_followed_by_one_announcement_at_a_time(bus: Bus) -> None:
     bucket = await bus.bucket(LEADER)
     slow = Interrupted(bucket)
-    announcer, known = Announcer(slow, Epoch(4), leads), asyncio.Queue[Epoch]()  # type: ignore[arg-type]
+    announcer, known = Announcer(slow, Epoch(4), leads), asyncio.Queue[Epoch]()
     running = asyncio.create_task(announcer.run(known.put_nowait))
     await asyncio.wait_for(slow.asked.wait(), 10)
     for _ in range(10):

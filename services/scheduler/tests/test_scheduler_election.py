@@ -84,7 +84,7 @@ def stand(
 ) -> tuple[Election, Background]:
     background = Background()
     lead: Callable[[Epoch], Awaitable[None]] = leading.lead
-    return Election(lease, lead, epoch_seen, clock or SystemClock(), background), background  # type: ignore[arg-type]
+    return Election(lease, lead, epoch_seen, clock or SystemClock(), background), background
 
 
 async def test_the_lease_is_led_under_and_given_back() -> None:

@@ -75,7 +75,7 @@ def an_instance() -> Instance:
 
 async def test_commands_end_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    teller = Teller(said, Epoch(1), term, ManualClock())  # type: ignore[arg-type]
+    teller = Teller(said, Epoch(1), term, ManualClock())
     book, placement = Book(), one.placements[0]
     book.put(Record(instance=one, model=model(one.model)))
     await teller.dispatch(one, book, {})
@@ -92,7 +92,7 @@ async def test_commands_end_with_the_lease() -> None:
 
 async def test_of_starts_of_one_moment_each_worker_is_told_once() -> None:
     said, term, book = Said(), Term(), Book()
-    teller = Teller(said, Epoch(1), term, ManualClock())  # type: ignore[arg-type]
+    teller = Teller(said, Epoch(1), term, ManualClock())
     ones = [replace(an_instance(), instance_id=InstanceId(f"i{at}")) for at in range(3)]
     book.put(*(Record(instance=one, model=model(one.model)) for one in ones))
     await asyncio.gather(*(teller.dispatch(one, book, {}) for one in ones))
@@ -104,7 +104,7 @@ async def test_of_starts_of_one_moment_each_worker_is_told_once() -> None:
     sent = teller.take_sent()
     assert list(sent.nodes) == [placement.node_id]
     (known,) = sent.workers.values()
-    assert [one[0] for one in known.essence] == ["i0", "i1", "i2"]  # type: ignore[index]
+    assert [one[0] for one in known.essence] == ["i0", "i1", "i2"]
     await teller.tell_all(Holds(workers=(told,)), {}, {})
     assert len(said.words) == 3
     assert teller.take_sent().workers == {}
@@ -112,7 +112,7 @@ async def test_of_starts_of_one_moment_each_worker_is_told_once() -> None:
 
 async def test_gateways_are_told_of_what_never_fits_once_every_worker_was_heard() -> None:
     said, term, clock = Said(), Term(), ManualClock()
-    teller = Teller(said, Epoch(1), term, clock)  # type: ignore[arg-type]
+    teller = Teller(said, Epoch(1), term, clock)
     await teller.tell_never_fits(model("m"), "it is too large")
     assert said.words == []
     clock.advance(DEAD_AFTER_S)
@@ -125,12 +125,12 @@ async def test_gateways_are_told_of_what_never_fits_once_every_worker_was_heard(
 
 async def test_the_board_ends_with_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    publisher = InstancePublisher(said, ManualClock(), term)  # type: ignore[arg-type]
+    publisher = InstancePublisher(said, ManualClock(), term)
     publisher.publish(one)
     term.over = True
     with pytest.raises(NotLeader):
         await publisher.run()
-    publisher = InstancePublisher(said, ManualClock(), term)  # type: ignore[arg-type]
+    publisher = InstancePublisher(said, ManualClock(), term)
     await publisher._on_value("left-by-another", one)
     with pytest.raises(NotLeader):
         await publisher.run()
@@ -139,7 +139,7 @@ async def test_the_board_ends_with_the_lease() -> None:
 
 async def test_for_a_start_ahead_everything_on_the_device_stays() -> None:
     said, one, owed = Said(), an_instance(), InstanceId("owed")
-    room = RoomClient(said, Epoch(1), Term(), lambda _: (owed,))  # type: ignore[arg-type]
+    room = RoomClient(said, Epoch(1), Term(), lambda _: (owed,))
     stays = (InstanceId("idle"), owed)
     await room.reserve(one, model(one.model), one.placements[0], stays, free_room=True)
     assert [ask.protected for ask in said.asked] == [(owed, InstanceId("idle"))]
@@ -148,7 +148,7 @@ async def test_for_a_start_ahead_everything_on_the_device_stays() -> None:
 
 async def test_no_room_is_asked_for_after_the_lease() -> None:
     said, term, one = Said(), Term(), an_instance()
-    room = RoomClient(said, Epoch(1), term, lambda _: ())  # type: ignore[arg-type]
+    room = RoomClient(said, Epoch(1), term, lambda _: ())
     await room.reserve(one, model(one.model), one.placements[0])
     term.over = True
     with pytest.raises(NotLeader):

@@ -108,9 +108,9 @@ async def test_instances_that_a_group_became_are_read_by_the_next_leader(
         clock=clock,
         book=book,
         repository=repository,
-        publisher=effects,  # type: ignore[arg-type]
-        cold_starts=effects,  # type: ignore[arg-type]
-        effects=effects,  # type: ignore[arg-type]
+        publisher=effects,
+        cold_starts=effects,
+        effects=effects,
     )
     change = Change(
         instance_id=before.instance_id,

@@ -218,7 +218,7 @@ class Rival:
         self._database = Database(settings, "scheduler", SystemClock())
         self._background = Background()
         lease = _StoppableLease(self._database, holder, self.running)
-        clock: Clock = self.clock  # type: ignore[assignment]
+        clock: Clock = self.clock
         self.election = Election(lease, self._lead, lambda: Epoch(0), clock, self._background)
 
     async def stop(self) -> None:

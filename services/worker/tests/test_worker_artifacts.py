@@ -109,7 +109,7 @@ async def rig(make_rig: MakeRig) -> Rig:
 
 @pytest.fixture
 async def listing(rig: Rig, connect_bus: Any) -> Listing:
-    made = Listing(rig.worker.core.vocabularies._store)  # pyright: ignore[reportPrivateUsage] - the rig has it nowhere else
+    made = Listing(rig.worker.core.vocabularies._store)  # the rig has it nowhere else
     bus = await connect_bus("materializer")
     await bus.serve(FIND_ARTIFACTS_SUBJECT, FindArtifacts, made.find)
     return made
@@ -211,7 +211,7 @@ async def test_where_nothing_is_listed_or_can_be_checked_a_start_is_a_normal_one
     artifacts = rig.worker.artifacts
     assert artifacts is not None
     if key is None:
-        artifacts._cluster_key = None  # pyright: ignore[reportPrivateUsage] - a worker without the secret
+        artifacts._cluster_key = None  # a worker without the secret
     await rig.command(rig.a_hold())
     await rig.state(HeldState.READY)
     await rig.until(lambda: PhaseName.INIT in rig.phases)

@@ -132,7 +132,7 @@ async def test_a_start_has_the_room_when_the_builds_process_has_ended(make_rig: 
     assert taken <= ROOM, "no loan is what is missing"
     assert taken + room.taken_bytes > ROOM
     begun = rig.worker.core.engine.main
-    assert not begun._stages.get("inst-2"), "its load waits"  # type: ignore[attr-defined]
+    assert not begun._stages.get("inst-2"), "its load waits"
     room.give_back()
     await rig.state(HeldState.READY, "inst-2")
     last = await rig.finish_of()

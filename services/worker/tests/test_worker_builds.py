@@ -52,7 +52,7 @@ class Materializer:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.store: ObjectStore = rig.worker.core.vocabularies._store  # pyright: ignore[reportPrivateUsage]
+        self.store: ObjectStore = rig.worker.core.vocabularies._store
         self.wanted = True
         self.leases = True
         """It is of a release that knows of leases."""

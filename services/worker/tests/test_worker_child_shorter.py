@@ -56,14 +56,16 @@ class Parts:
 
 
 def pipelines(parts: Parts) -> Pipelines:
-    told = lambda error: (error.code, error.message)  # noqa: E731
-    return Pipelines(parts, parts, parts, parts.said.append, told)  # type: ignore[arg-type]
+    def told(error: EngineError) -> tuple[str, str]:
+        return error.code, error.message
+
+    return Pipelines(parts, parts, parts, parts.said.append, told)
 
 
 def test_a_stage_gets_its_place_by_the_channels_that_were_made() -> None:
     """Nothing is told of it: the pipeline that it is in goes on."""
     parts, ends = Parts(), (End(), End())
-    parts.made = [Joined(COMMAND, ends)]  # type: ignore[arg-type]
+    parts.made = [Joined(COMMAND, ends)]
     pipelines(parts).join()
     assert parts.places == [(INSTANCE, RANGE, *ends)]
     assert parts.said == []
@@ -74,7 +76,7 @@ def test_where_there_is_none_that_is_said(refused: bool) -> None:
     parts, ends = Parts(), (End(), End())
     if refused:
         parts.refusal = BadRequest("it is in no pipeline")
-    parts.made = [Joined(COMMAND, ends if refused else PeerLost("it is gone"))]  # type: ignore[arg-type]
+    parts.made = [Joined(COMMAND, ends if refused else PeerLost("it is gone"))]
     pipelines(parts).join()
     (told,) = parts.said
     assert isinstance(told, RingUnformed)

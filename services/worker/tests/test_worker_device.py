@@ -294,7 +294,7 @@ async def test_a_device_that_is_lost_when_the_worker_starts_is_watched_until_it_
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     nvml = ScriptedNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     nvml.lose(0)
     rig = await make_rig(FakeNvml(reads_as=NvmlReader(named)))
     facts = await rig.health(HealthState.FAILED)

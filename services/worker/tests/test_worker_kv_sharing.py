@@ -205,7 +205,7 @@ def test_what_cannot_be_read_is_not_there() -> None:
             self.closed.set()
 
     kv, channel = sharing(), Asking()
-    kv.visit(channel)  # pyright: ignore[reportArgumentType]
+    kv.visit(channel)
     deadline_s = monotonic() + 30
     while not channel.said and monotonic() < deadline_s:
         kv.look(Broken())

@@ -157,7 +157,7 @@ async def test_an_engine_that_refuses_leaves_stages_as_they_are(
     await rig.loan(lambda one: one.loan.offered_bytes == LOAN)
     refused = rig.worker.core.metrics.lending.refused
     await rig.until(lambda: refused._value.get() > 0)
-    assert rig.held().loan.lent_bytes == 0  # type: ignore[union-attr]
+    assert rig.held().loan.lent_bytes == 0
     assert (await rig.submit()).accepted
     assert (await rig.finish_of()).finish is FinishReason.LENGTH
 
@@ -218,7 +218,7 @@ async def test_a_newcomer_is_refused_while_a_loan_does_not_come_back(
     failed = await rig.state(HeldState.FAILED, "inst-2")
     assert failed is not None
     assert failed.reason.startswith("no_room")
-    assert rig.held().state is HeldState.READY  # type: ignore[union-attr]
+    assert rig.held().state is HeldState.READY
 
 
 async def test_an_engine_that_dies_owes_nothing(make_rig: MakeRig) -> None:
@@ -249,10 +249,10 @@ async def test_kv_of_the_native_engine_grows_and_shrinks_under_load(make_rig: Ma
         return tokens
 
     queued = await run("-a")
-    assert rig.held().loan.lent_bytes == 0  # type: ignore[union-attr]
+    assert rig.held().loan.lent_bytes == 0
     await rig.lend(inst_1=LOAN)
     await rig.loan(lambda one: one.loan.offered_bytes == LOAN)
-    assert rig.held().loan.lent_bytes == 0, "cores take what requests want"  # type: ignore[union-attr]
+    assert rig.held().loan.lent_bytes == 0, "cores take what requests want"
     side_by_side = asyncio.create_task(run("-b"))
     await rig.loan(lambda one: one.loan.lent_bytes > 0)
     await rig.until(lambda: all(rig.of(name + "-b") for name in prompts))

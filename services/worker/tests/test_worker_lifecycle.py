@@ -37,9 +37,9 @@ def hold(
         instance_id=InstanceId(name),
         generation=Generation(generation),
         model=model,
-        stage=other.pop("stage", model.spec.whole),  # type: ignore[arg-type]
+        stage=other.pop("stage", model.spec.whole),
         device_bytes=size,
-        **other,  # type: ignore[arg-type]
+        **other,
     )
 
 

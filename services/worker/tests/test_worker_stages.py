@@ -58,7 +58,7 @@ async def test_give_up_is_refused_in_flight_and_sticks_when_idle(make_rig: MakeR
     assert await rig.give_up(INSTANCE) == (INSTANCE,), "asked again, because the answer was lost"
     await rig.command(rig.a_hold(), rig.a_hold("inst-2"))
     await rig.state(HeldState.READY, "inst-2")
-    assert rig.held().state is HeldState.EVICTED  # type: ignore[union-attr]
+    assert rig.held().state is HeldState.EVICTED
     await rig.command(rig.a_hold("inst-2"))
     await rig.state(None)
     await rig.command(rig.a_hold(), rig.a_hold("inst-2"), rig.a_hold("inst-3", size=1 << 18))

@@ -73,7 +73,7 @@ def _follow(handles: Sequence[tuple[Path, BinaryIO]], *, as_json: bool) -> None:
                     _print(file, line, as_json=as_json, alone=len(handles) == 1)
             if quiet:
                 # A file has no event that Python's standard library can wait for.
-                time.sleep(POLL_INTERVAL_S)  # noqa: TID251
+                time.sleep(POLL_INTERVAL_S)  # noqa: TID251 - a command of its own, without an event loop
     except KeyboardInterrupt:
         return
 

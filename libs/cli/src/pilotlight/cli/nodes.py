@@ -100,13 +100,13 @@ def _wait(
     until_s = time.monotonic() + wait_s  # noqa: TID251 - a command of its own, without an event loop or a clock to be handed
     with console.status(f"draining {escape(node['node_id'])}") as status:
         while node["state"] != "drained":
-            if time.monotonic() > until_s:  # noqa: TID251
+            if time.monotonic() > until_s:  # noqa: TID251 - as above
                 raise DeadlineExceeded(
                     f"{_left(node)} left on {node['node_id']} after {wait_s:g} s; it goes on draining"
                 )
             if not as_json:
                 status.update(f"draining {escape(node['node_id'])}: {_left(node)} left")
-            time.sleep(POLL_INTERVAL_S)  # noqa: TID251
+            time.sleep(POLL_INTERVAL_S)  # noqa: TID251 - as above
             listed = client.get("/nodes")["nodes"]
             node = next((one for one in listed if one["node_id"] == node["node_id"]), node)
     return node

@@ -31,7 +31,7 @@ def show(client: AdminClient, *, watch: bool, as_json: bool) -> int:
             time.sleep(POLL_INTERVAL_S)  # noqa: TID251 - a command of its own, without an event loop or a clock to be handed
     with Live(draw(client.get("/transfers")), console=console, auto_refresh=False) as live:
         while True:
-            time.sleep(POLL_INTERVAL_S)  # noqa: TID251
+            time.sleep(POLL_INTERVAL_S)  # noqa: TID251 - as above
             live.update(draw(client.get("/transfers")), refresh=True)
 
 

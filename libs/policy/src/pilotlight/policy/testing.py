@@ -3,7 +3,7 @@ defaults.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from pilotlight.policy.cluster import (
     Copy,
@@ -83,13 +83,21 @@ def spec(part_bytes: int = 10) -> ModelSpec:
     )
 
 
+class Bounds(TypedDict, total=False):
+    """Fields of ``ScalingBounds``."""
+
+    min_instances: int
+    max_instances: int
+    keep_alive_s: float
+
+
 def model(
     name: str = "m",
     *,
     digest: str = "",
     part_bytes: int = 10,
     pinned: bool = False,
-    **bounds: float,
+    **bounds: Unpack[Bounds],
 ) -> Model:
     """A model of 60 bytes, and some more for KV."""
     return Model(
@@ -102,7 +110,7 @@ def model(
         dtype=Dtype.BFLOAT16,
         spec=spec(part_bytes),
         slo=Slo(ttft_ms=2000, tpot_ms=100),
-        scaling=ScalingBounds(**bounds),  # type: ignore[arg-type]
+        scaling=ScalingBounds(**bounds),
         pinned=pinned,
     )
 

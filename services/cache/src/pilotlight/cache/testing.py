@@ -281,7 +281,7 @@ class KeeperRig:
         self.books.listen(self.clock.monotonic_s())
         self.told: list[tuple[str, NodePrefetch]] = []
         forecasts = Forecasts(self.books, ScalingRules(instance_requests=4))
-        self.keeper = Keeper(self.books, self, self.clock, "c1", mode, forecasts)  # type: ignore[arg-type]
+        self.keeper = Keeper(self.books, self, self.clock, "c1", mode, forecasts)  # type: ignore[arg-type] - of a bus it is ``publish`` alone
 
     async def publish(self, subject: str, message: Any, **_: Any) -> None:
         """As the bus."""

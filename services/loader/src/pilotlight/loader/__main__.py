@@ -9,7 +9,7 @@ from pilotlight.loader.workers_ahead import WorkersAhead
 
 def _main() -> int:
     ahead = WorkersAhead.of(os.environ)
-    import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
+    import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport] - before structlog
     from pilotlight.common.service import run_service
     from pilotlight.loader.app import build
     from pilotlight.loader.settings import LoaderSettings

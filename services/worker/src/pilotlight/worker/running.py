@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
+import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport] - before structlog
 from pilotlight.common.service import run_service
 from pilotlight.worker.app import build
 from pilotlight.worker.engines.child_ahead import ChildAhead

@@ -99,7 +99,7 @@ def clear_cublas_workspaces() -> None:
 
     There is no public way; torch's own compiler does the same around its captures.
     """
-    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage] - see above
 
 
 def run_in(memory: TorchMemory, step: Callable[[], Tensor]) -> Tensor:

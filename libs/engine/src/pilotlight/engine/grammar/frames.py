@@ -1,6 +1,7 @@
 """What engine and grammar helper say to each other: msgpack behind a length of four bytes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -63,8 +64,8 @@ def frame(message: msgspec.Struct) -> bytes:
 class Frames:
     """Messages out of a stream of bytes."""
 
-    def __init__(self, kind: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[object]:

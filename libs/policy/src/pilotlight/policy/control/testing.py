@@ -114,7 +114,7 @@ class LargeCluster:
         for _ in range(2):
             self.carry_out(self.tick(None))
 
-    def tick(self, changed: Focus | None = Focus()) -> Plan:  # noqa: B008
+    def tick(self, changed: Focus | None = Focus()) -> Plan:  # noqa: B008 - frozen
         """Decide. ``changed``: what is new beside the books; None: look at everything."""
         return tick(self.facts(changed), self.memory, self.rules)
 

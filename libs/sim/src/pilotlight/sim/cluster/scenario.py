@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pilotlight.policy.coldstart.policies import StartPolicy
 from pilotlight.policy.eviction.tiers import DEFAULT as DEFAULT_EVICTION
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 GIB = 1024**3
-Made = TypeVar("Made")
+Made = TypeVar("Made", bound="DataclassInstance")
 POPULAR: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"azure-functions": (0.186, 0.996), "model-market": (0.059, 0.9865)}
 )
@@ -317,7 +320,7 @@ def _listed(kind: type[Made], name: str, read: Mapping[str, Any], table: str) ->
 
 
 def _made(kind: type[Made], where: str, read: Mapping[str, Any]) -> Made:
-    known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    known = {one.name for one in fields(kind)}
     unknown = sorted(set(read) - known)
     if unknown:
         raise BadScenario(f"{where}: unknown fields: {', '.join(unknown)}")

@@ -109,7 +109,7 @@ _NO_TOOLS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}
 def bundle_of(dialect: str) -> TextBundle:
     """The text of a model of this dialect; of dialect ``none``, of one that knows no tools."""
     made = Tokenizer.from_str(byte_level_json())
-    made.add_tokens([AddedToken(token, special=True) for token in _MARKERS[dialect]])  # pyright: ignore[reportUnknownMemberType]
+    made.add_tokens([AddedToken(token, special=True) for token in _MARKERS[dialect]])  # pyright: ignore[reportUnknownMemberType] - tokenizers has no types for it
     return TextBundle(
         tokenizer_json=made.to_str(),
         chat_template=TEMPLATES.get(dialect, _NO_TOOLS),

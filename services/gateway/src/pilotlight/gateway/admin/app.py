@@ -3,9 +3,6 @@
 Routes call one thing and shape its answer; keys and limits are checked before them.
 """
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar

@@ -1,8 +1,5 @@
 """Routes of the admin API for materialized state: a model's artifacts, and the builds of them."""
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from collections.abc import Awaitable
 from typing import Annotated, Any
 

@@ -1,8 +1,5 @@
 """Routes of the admin API for nodes: what there is, and which of them are to be empty."""
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from dataclasses import fields
 from typing import Annotated, Any, Protocol
 

@@ -2,9 +2,6 @@
 was evicted, and the stream of changes.
 """
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from contextlib import aclosing
 from typing import Annotated, Any
 

@@ -1,8 +1,5 @@
 """Routes of the admin API for organizations, projects, keys and usage."""
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 

@@ -1,8 +1,5 @@
 """What moves between disks, nodes and sources at the moment, as the admin API shows it."""
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -2,9 +2,6 @@
 from what is recorded.
 """
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from collections.abc import Awaitable
 from typing import Annotated, Any
 

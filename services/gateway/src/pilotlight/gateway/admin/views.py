@@ -1,8 +1,5 @@
 """Routes of the admin API that only show."""
 
-# Routes are registered by their decorators; no code names their functions.
-# pyright: reportUnusedFunction=false
-
 from typing import Annotated, Any
 
 import msgspec

@@ -83,7 +83,7 @@ class Connection(HttpToolsProtocol):
         """Nothing is read any more; the client may still read."""
         self._probing: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         # uvicorn's own would look up the address that the client came to, for each connection anew,
         # and make events for many.
         self.connections.add(self)
@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
             # Most heads come at once, and have no time limit.
             self._head_deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
 
-    def eof_received(self) -> bool | None:  # type: ignore[override]
+    def eof_received(self) -> bool | None:  # type: ignore[override] - uvicorn's returns None alone
         """The client sends no more: stay if it waits for an answer to all that it sent."""
         cycle = self._newest
         if cycle is None or cycle.response_complete or cycle.more_body:

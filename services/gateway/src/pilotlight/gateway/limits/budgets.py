@@ -5,7 +5,7 @@ statement every few seconds adds up what was written since, for all subjects tog
 gateway's requests use in between is counted here. What others' use in between is known after that
 time: of a month it is nothing.
 
-Rows are numbered in order and seen out of order: a lower number may be committed after a higher one.
+Rows are numbered in order and seen out of order: a lower number may be committed after a higher.
 So a number that a look has seen is *settled* some looks later, when whoever drew a lower one has
 committed or was ended by the database. Rows behind the settled one are added up with each look.
 """

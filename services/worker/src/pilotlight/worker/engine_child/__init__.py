@@ -2,4 +2,4 @@
 loop.
 """
 
-import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport]
+import pilotlight.common.plain_logs  # noqa: F401 # pyright: ignore[reportUnusedImport] - before structlog
