@@ -154,7 +154,8 @@ async def test_a_worker_that_ends_is_dead_at_once_and_no_longer_spoken_for(node)
     await until(
         lambda: roster.workers[WorkerId("w0")].facts.liveness is Liveness.DEAD, deadline_s=10
     )
-    assert any(WorkerId("w0") in one.gone for one in said)
+    # The roster hears it by a subscription of its own.
+    await until(lambda: any(WorkerId("w0") in one.gone for one in said), deadline_s=10)
 
 
 async def test_a_worker_of_the_release_before_is_not_asked_for_reports(
