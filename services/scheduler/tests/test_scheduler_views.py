@@ -5,6 +5,8 @@ import pytest
 from pilotlight.common.messages.demand import DemandVector
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.common.messages.reports import LoaderReport, WorkerReport
+from pilotlight.common.pulse import ASK_S, SILENT_S
+from pilotlight.common.roster_feed import CHECK_INTERVAL_S
 from pilotlight.policy.cluster import DeviceKind, HeldStage, HeldState
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.ids import (
@@ -32,6 +34,8 @@ from pilotlight.scheduler.records import (
 from pilotlight.scheduler.world import World
 
 NOW_S = 1000.0
+TOLD_S = 0.25
+"""Between a gateway's demand vectors."""
 S = InstanceState
 H = HeldState
 E = InstanceEvent
@@ -107,9 +111,9 @@ def test_demand_is_summed_over_gateways_and_dropped_with_a_silent_one() -> None:
     assert {one.model: one.waiting for one in waiting(world, NOW_S + 0.6)} == {"m": 5, "n": 1}
     assert waiting(world, NOW_S + 0.6)[0].oldest_age_s == pytest.approx(0.7)
     assert world.waiting_since_s()[ModelName("m")] == NOW_S
-    assert {one.model: one.waiting for one in waiting(world, NOW_S + 1.2)} == {"m": 3, "n": 1}
-    assert world.hear_demand(vector("g2"), NOW_S + 1.3)
-    assert waiting(world, NOW_S + 1.3) == ()
+    assert {one.model: one.waiting for one in waiting(world, NOW_S + 2.2)} == {"m": 3, "n": 1}
+    assert world.hear_demand(vector("g2"), NOW_S + 2.3)
+    assert waiting(world, NOW_S + 2.3) == ()
     assert ModelName("m") not in world.waiting_since_s()
 
 
@@ -121,6 +125,18 @@ def test_demand_is_kept_while_nothing_can_be_heard() -> None:
     world.roster.hear_connection(True, NOW_S + 30)
     assert waiting(world, NOW_S + 30.5)
     assert waiting(world, NOW_S + 33) == ()
+
+
+def test_demand_is_kept_until_a_silent_bus_is_noticed_and_until_it_is_told_anew() -> None:
+    """A server that stands still is noticed late, and what was heard last may be older still."""
+    notices_s = SILENT_S + ASK_S + CHECK_INTERVAL_S
+    world = World(listening_since_s=0.0)
+    world.hear_demand(vector("g", ("m", 1)), NOW_S - TOLD_S)
+    assert waiting(world, NOW_S + notices_s)
+    world.roster.hear_connection(False, NOW_S + notices_s)
+    assert waiting(world, NOW_S + 5)
+    world.roster.hear_connection(True, NOW_S + 5)
+    assert waiting(world, NOW_S + 5 + TOLD_S)
 
 
 def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gateway_all_the_same() -> (

@@ -25,8 +25,9 @@ from pilotlight.scheduler.shown import Shown
 YOUNGER_S = 1.0
 """A drain that is younger by so much than it was thought to be is another one: it was taken back,
 and asked for again."""
-GATEWAY_SILENT_S = 1.0
-"""Four demand vectors missed: no request waits there any more, or the gateway is gone."""
+GATEWAY_SILENT_S = 2.0
+"""Eight demand vectors missed: no request waits there any more, or the gateway is gone. Longer than
+it takes to notice that NATS is silent, which says nothing of gateways."""
 
 
 @dataclass(slots=True)
