@@ -146,7 +146,7 @@ def test_demand_that_was_heard_just_after_a_standstill_is_dropped_with_its_gatew
     world.hear_demand(vector("a", ("llama", 2)), NOW_S)
     world.roster.was_away(60.0, NOW_S)
     assert [one.waiting for one in waiting(world, NOW_S + 0.9)] == [2]
-    assert waiting(world, NOW_S + 2.5) == ()
+    assert waiting(world, NOW_S + 3) == ()
 
 
 def test_a_drain_is_as_old_as_the_database_says_when_it_was_first_heard_of() -> None:
