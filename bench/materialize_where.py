@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -85,9 +86,9 @@ class Noted(ArchiveOnDevice):
         super().__init__(memory, archive)
         self._moments = moments
 
-    def build(self, size: int) -> None:
+    def build(self, size: int, between: Callable[[], None]) -> None:
         """See ``GraphDevice``."""
-        super().build(size)
+        super().build(size, between)
         self._note("ready", size)
 
     def launch(self, size: int) -> None:

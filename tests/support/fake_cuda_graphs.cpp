@@ -241,7 +241,10 @@ int cuGraphCreate(Graph **graph, unsigned) {
     graphs[made.get()] = std::move(made);
     return 0;
 }
-int cuGraphDestroy(Graph *graph) { return graphs.erase(graph) ? 0 : INVALID_HANDLE; }
+int cuGraphDestroy(Graph *graph) {
+    ENTER("cuGraphDestroy");
+    return graphs.erase(graph) ? 0 : INVALID_HANDLE;
+}
 int cuGraphGetNodes(Graph *graph, Node **nodes, std::size_t *count) {
     *count = graph->nodes.size();
     for (std::size_t number = 0; nodes && number < *count; number++) nodes[number] = graph->nodes[number].get();
@@ -315,5 +318,8 @@ int cuGraphLaunch(Exec *exec, void *) {
     for (const Node &node : exec->nodes) run(node);
     return 0;
 }
-int cuGraphExecDestroy(Exec *exec) { return delete exec, 0; }
+int cuGraphExecDestroy(Exec *exec) {
+    ENTER("cuGraphExecDestroy");
+    return delete exec, 0;
+}
 }

@@ -130,9 +130,10 @@ class StandInDevice:
         for rows in sizes or self.tags:
             self.may[rows].set()
 
-    def build(self, rows: int) -> None:
+    def build(self, rows: int, between: Callable[[], None]) -> None:
         self.began[rows].set()
         assert self.may[rows].wait(DEADLINE_S)
+        between()
         if rows in self.fails:
             raise self.fails[rows]
         self.built.append(rows)

@@ -204,6 +204,31 @@ def test_who_is_in_a_hurry_before_the_thread_comes_is_not_forgotten() -> None:
     pace.wait()
 
 
+class CountedPace(Pace):
+    """Keeps nobody waiting, and counts who came."""
+
+    def __init__(self) -> None:
+        super().__init__(Ticks())
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_pieces_of_a_graph_wait_for_launches_unless_a_step_waits_for_one_or_the_stage_goes(
+    rig: RestoredRig,
+) -> None:
+    plan, pace = plan_of(rig), CountedPace()
+    plan._pace = pace
+    plan._beside()
+    assert pace.waits == 1
+    order, plan._order = plan._order, replace(plan._order, asked=(1,))
+    plan._beside()
+    plan._order, plan._closing = order, True
+    plan._beside()
+    assert pace.waits == 1
+
+
 def test_steps_of_restored_graphs_set_the_pace(rig: RestoredRig) -> None:
     step = rig.supply(1)
     assert step is not None

@@ -322,7 +322,8 @@ class OnTheFake:
     def check(self, size: int) -> int:
         return 0
 
-    def build(self, size: int) -> None:
+    def build(self, size: int, between: Callable[[], None]) -> None:
+        between()
         self._archive.build(size)
 
     def launch(self, size: int) -> None:
@@ -358,7 +359,7 @@ def test_a_stage_takes_the_memory_with_its_first_graph_and_gives_it_back(
     before = len(here.pool.events)
     assert device.check(8) == device.check(4) == 0
     assert len(here.pool.events) == before + 4
-    device.build(8)
+    device.build(8, lambda: None)
     device.launch(8)
     assert device.spent_ms == {"images": 0.0}
     device.close()

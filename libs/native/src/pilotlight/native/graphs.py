@@ -5,7 +5,7 @@ same addresses.
 import ctypes
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from ctypes import c_uint64, c_void_p
+from ctypes import c_bool, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -290,6 +290,17 @@ class GraphArchive:
                 more.
         """
         self._library.call("archive_build", self._pointer, self._number(tag), stream)
+
+    def advance(self, tag: int, stream: int = 0) -> bool:
+        """Does the next piece of that, as much as the driver does at once: a kernel's image, the
+        nodes, the instantiation, the upload; whether there are others left.
+
+        Raises:
+            NativeError: as for ``build``.
+        """
+        pointer, left = out(c_bool)
+        self._library.call("archive_advance", self._pointer, self._number(tag), stream, pointer)
+        return left()
 
     def launch(self, tag: int, stream: int = 0) -> None:
         """Runs a graph that is built.

@@ -51,8 +51,13 @@ class GraphDevice(Protocol):
         """
         ...
 
-    def build(self, size: int) -> None:
-        """Makes one ready to be launched.
+    def build(self, size: int, between: Callable[[], None]) -> None:
+        """Makes one ready to be launched, piece by piece: in each the driver does one thing, which
+        keeps others waiting.
+
+        Args:
+            size: of the graph.
+            between: called between two pieces.
 
         Raises:
             NativeError: the driver refuses it.
@@ -139,9 +144,10 @@ class ArchiveOnDevice:
         self._known = self._known or known_addresses(self._memory)
         return self._archive.check_addresses(self._known, *_slot_of(self._memory), size)
 
-    def build(self, size: int) -> None:
+    def build(self, size: int, between: Callable[[], None]) -> None:
         """See ``GraphDevice``."""
-        self._archive.build(size, self._uploads.cuda_stream)
+        while self._archive.advance(size, self._uploads.cuda_stream):
+            between()
         self._uploads.synchronize()
 
     def launch(self, size: int) -> None:
@@ -180,14 +186,19 @@ class RestoredGraph:
         """All graphs of an archive go together."""
 
 
-def built(device: GraphDevice, size: int) -> bool:
+def built(device: GraphDevice, size: int, between: Callable[[], None]) -> bool:
     """A graph is ready; False where there is no memory for it.
+
+    Args:
+        device: has it.
+        size: its own.
+        between: see ``GraphDevice.build``.
 
     Raises:
         NativeError: the driver refuses it.
     """
     try:
-        device.build(size)
+        device.build(size, between)
     except OutOfMemory as error:
         log.warning("no memory for a graph", action="graph_left_out", size=size, why=str(error))
         return False

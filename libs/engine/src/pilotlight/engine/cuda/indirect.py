@@ -9,7 +9,7 @@ words of parameters that are addresses are written anew, and the rest is as with
     check, first ──> replay the segments ──> write the addresses ──> open the archive ──> look at all of them
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -234,9 +234,9 @@ class MovedArchive:
         """
         return self._opened().check(size)
 
-    def build(self, size: int) -> None:
+    def build(self, size: int, between: Callable[[], None]) -> None:
         """See ``GraphDevice``."""
-        self._opened().build(size)
+        self._opened().build(size, between)
 
     def launch(self, size: int) -> None:
         """See ``GraphDevice``."""

@@ -1,14 +1,14 @@
-"""When graphs are made beside steps: each behind the launch of a step, with another one launched
-before.
+"""When graphs are made beside steps: piece by piece, each behind the launch of a step, with another
+one launched before.
 
 The driver does one thing at a time, and to make a graph takes it longer than a step::
 
     host      launch n | launch n + 1 | wait for n .... | launch n + 2 | wait for n + 1 | launch n + 3 |
-    thread                            [ a graph ................ )       nothing                      [ the next one
+    thread                            [ a piece .. )                     nothing                      [ the next one
     device    [ n ............................. )[ n + 1 .................. )[ n + 2 ............... )[
 
-A launch that came while several are made, one after the other, would wait for more of them than the
-device has work for.
+A launch, or the wait for a step's end, that came while a whole graph is made would wait for more
+than the device has work for.
 """
 
 import threading
@@ -17,7 +17,7 @@ from collections.abc import Callable
 IDLE_S = 0.02
 """No step was launched for so long: none comes, for all that is known."""
 LAUNCHES = 2
-"""From when a graph could be made on: the last of them is of a step that runs ahead, so the device
+"""From when a piece could be made on: the last of them is of a step that runs ahead, so the device
 has something to do behind the one that it is at."""
 
 

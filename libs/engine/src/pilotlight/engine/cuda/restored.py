@@ -332,7 +332,7 @@ class RestoredGraphs:
                 # A step of what is made next need not wait until it is made.
                 self.lists.load(device, size)
                 self._tell()
-                restored = built(device, size)
+                restored = built(device, size, self._beside)
                 with self._changed:
                     self._order = ended(self._order, size, restored)
                 self._tell()
@@ -393,6 +393,13 @@ class RestoredGraphs:
             else:
                 self._order = began(self._order, size)
             return size
+
+    def _beside(self) -> None:
+        """Between two pieces of a graph: steps run first, unless one waits for a graph."""
+        with self._changed:
+            hurries = self._closing or bool(self._order.asked)
+        if not hurries:
+            self._pace.wait()
 
     def _goes_on(self) -> bool:
         return self._closing or not rests(self._order, self._proofs.proved | self.lists.proved)

@@ -1,6 +1,7 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "images.h"
 
@@ -64,6 +65,30 @@ int adopt_kernel(CUfunction loaded, const char *name, const KernelEntry &recorde
     for (auto [id, value] : settings)
         if (value > 0 || (id == FUNC_CARVEOUT && value == 0)) PILOTLIGHT_TRY(graph_driver().func_set_attribute(loaded, id, value));
     return OK;
+}
+
+std::string launch_text(const char *bytes, const KernelEntry &kernel, const NodeEntry &node, const AttributeEntry *attributes, CUfunction loaded) {
+    auto triple = [](const std::uint32_t *values) {
+        return std::to_string(values[0]) + "x" + std::to_string(values[1]) + "x" + std::to_string(values[2]);
+    };
+    auto *layout = reinterpret_cast<const std::uint32_t *>(bytes + kernel.params);
+    std::string text = std::string("kernel ") + (bytes + kernel.name) + " of image " + std::to_string(kernel.image) + ", grid " + triple(node.grid) +
+                       ", block " + triple(node.block) + ", " + std::to_string(node.shared_bytes) + " bytes of shared memory, " +
+                       std::to_string(node.param_bytes) + " bytes of parameters " +
+                       (node.packed ? "in one buffer" : layout_text(layout, kernel.num_params)) + ", attributes";
+    for (std::uint32_t attribute = 0; attribute < node.num_attributes; attribute++) {
+        std::uint32_t words[3];
+        std::memcpy(words, attributes[attribute].value, sizeof words);
+        text += " " + std::to_string(attributes[attribute].id) + "=" + triple(words);
+    }
+    text += "; recorded with at most " + std::to_string(kernel.max_dynamic_shared) + " bytes of dynamic shared memory";
+    if (!loaded) return text + "; not loaded";
+    KernelForm form = form_of(loaded);
+    int most_shared = -1;
+    graph_driver().func_get_attribute(&most_shared, FUNC_MAX_DYNAMIC_SHARED_BYTES, loaded);
+    return text + "; loaded with " + std::to_string(most_shared) + ", " + std::to_string(form.static_shared) + " static, at most " +
+           std::to_string(form.max_threads) + " threads, " + std::to_string(form.registers) + " registers, parameters " +
+           layout_text(form.params.data(), form.params.size() / 2);
 }
 
 std::string difference(const KernelForm &wanted, const KernelForm &found) {

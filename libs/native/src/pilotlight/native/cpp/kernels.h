@@ -34,6 +34,9 @@ int adopt_kernel(CUfunction loaded, const char *name, const KernelEntry &recorde
 // "0+8 8+8 16+4": offsets and bytes.
 std::string layout_text(const std::uint32_t *params, std::size_t count);
 
+// What a node of an archive at `bytes` asks of the driver for its kernel, and what the driver has loaded.
+std::string launch_text(const char *bytes, const KernelEntry &kernel, const NodeEntry &node, const AttributeEntry *attributes, CUfunction loaded);
+
 // What a kernel has otherwise than another; empty where they are alike.
 std::string difference(const KernelForm &wanted, const KernelForm &found);
 

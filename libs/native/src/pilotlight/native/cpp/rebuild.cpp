@@ -24,6 +24,18 @@ std::string address_text(std::uint64_t address) {
     return text;
 }
 
+// A graph that is made piece by piece.
+struct Unmade {
+    CUgraph graph = nullptr;
+    CUgraphExec exec = nullptr;
+
+    void destroy() {
+        if (exec) graph_driver().exec_destroy(exec);
+        if (graph) graph_driver().graph_destroy(graph);
+        *this = {};
+    }
+};
+
 }  // namespace
 
 class Archive {
@@ -39,10 +51,12 @@ class Archive {
         silent_.resize(header_.num_kernels);
         loaded_ = std::make_unique<std::atomic<bool>[]>(header_.num_graphs);
         execs_.resize(header_.num_graphs);
+        unmade_.resize(header_.num_graphs);
     }
 
     ~Archive() {
         driver().ctx_set_current(context_);
+        for (Unmade &unmade : unmade_) unmade.destroy();
         for (CUgraphExec exec : execs_)
             if (exec) graph_driver().exec_destroy(exec);
         for (CUmodule module : modules_)
@@ -54,33 +68,41 @@ class Archive {
         std::lock_guard guard(lock_);
         if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
-        return load_kernels(graphs_[number]);
+        return load_kernels(graphs_[number], header_.num_kernels);
     }
 
     // Makes one graph ready to be launched, and loads the images that it needs.
     int build(std::uint32_t number, CUstream stream) {
+        for (bool left = true; left;)
+            if (int failed = advance(number, stream, &left)) return failed;
+        return OK;
+    }
+
+    // The next piece of that, as much as the driver does at once: a kernel, the nodes, the instantiation, the upload. `*left`: it was not the last.
+    int advance(std::uint32_t number, CUstream stream, bool *left) {
         std::lock_guard guard(lock_);
+        *left = false;
         if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
         if (execs_[number]) return OK;
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
-        if (int failed = load_kernels(graphs_[number])) return failed;
-        CUgraph graph = nullptr;
-        PILOTLIGHT_TRY(graph_driver().graph_create(&graph, 0));
-        int failed = add_nodes(graphs_[number], graph);
-        CUgraphExec exec = nullptr;
-        if (!failed) {
+        Unmade &unmade = unmade_[number];
+        int failed = OK;
+        *left = true;
+        if (!loaded_[number]) {
+            failed = load_kernels(graphs_[number], 1);
+        } else if (!unmade.graph) {
+            PILOTLIGHT_TRY(graph_driver().graph_create(&unmade.graph, 0));
+            failed = add_nodes(graphs_[number], unmade.graph);
+        } else if (!unmade.exec) {
             Stopwatch watch(&spent_[INSTANTIATE]);
-            failed = check(graph_driver().instantiate(&exec, graph, 0), "graph_driver().instantiate");
-        }
-        if (!failed) {
+            failed = check(graph_driver().instantiate(&unmade.exec, unmade.graph, 0), "graph_driver().instantiate");
+        } else {
             Stopwatch watch(&spent_[UPLOAD]);
-            failed = check(graph_driver().upload(exec, stream), "graph_driver().upload");
+            failed = check(graph_driver().upload(unmade.exec, stream), "graph_driver().upload");
+            if (!failed) std::swap(execs_[number], unmade.exec);
+            *left = false;
         }
-        graph_driver().graph_destroy(graph);
-        if (!failed)
-            execs_[number] = exec;
-        else if (exec)
-            graph_driver().exec_destroy(exec);
+        if (failed || !*left) unmade.destroy();
         return failed;
     }
 
@@ -191,13 +213,16 @@ class Archive {
         return OK;
     }
 
-    int load_kernels(const GraphEntry &entry) {
+    // Those that are not there, and `most` of them at most.
+    int load_kernels(const GraphEntry &entry, std::uint32_t most) {
         Stopwatch watch(&spent_[IMAGES]);
         auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
         CUfunction loaded = nullptr;
-        for (std::uint32_t number = 0; number < entry.num_nodes; number++)
-            if (nodes[number].type == KERNEL)
-                if (int failed = function(nodes[number].kernel, &loaded)) return explain(failed, entry, number);
+        for (std::uint32_t number = 0; number < entry.num_nodes; number++) {
+            if (nodes[number].type != KERNEL || functions_[nodes[number].kernel]) continue;
+            if (!most--) return OK;
+            if (int failed = function(nodes[number].kernel, &loaded)) return explain(failed, entry, number);
+        }
         loaded_[&entry - graphs_] = true;
         return OK;
     }
@@ -260,34 +285,9 @@ class Archive {
         const NodeEntry &node = reinterpret_cast<const NodeEntry *>(at(entry.nodes))[number];
         std::string text = error_text() + "; node " + std::to_string(number) + " of " + std::to_string(entry.num_nodes) + " of graph " +
                            std::to_string(entry.tag) + ", after " + std::to_string(node.num_edges) + " nodes, ";
-        return fail(failed, text + (node.type == KERNEL ? kernel_text(entry, node) : "type " + std::to_string(node.type)));
-    }
-
-    std::string kernel_text(const GraphEntry &entry, const NodeEntry &node) const {
-        const KernelEntry &kernel = kernels_[node.kernel];
-        auto triple = [](const std::uint32_t *values) {
-            return std::to_string(values[0]) + "x" + std::to_string(values[1]) + "x" + std::to_string(values[2]);
-        };
-        auto *layout = reinterpret_cast<const std::uint32_t *>(at(kernel.params));
-        std::string text = std::string("kernel ") + at(kernel.name) + " of image " + std::to_string(kernel.image) + ", grid " + triple(node.grid) +
-                           ", block " + triple(node.block) + ", " + std::to_string(node.shared_bytes) + " bytes of shared memory, " +
-                           std::to_string(node.param_bytes) + " bytes of parameters " +
-                           (node.packed ? "in one buffer" : layout_text(layout, kernel.num_params)) + ", attributes";
         auto *attributes = reinterpret_cast<const AttributeEntry *>(at(entry.attributes)) + node.first_attribute;
-        for (std::uint32_t attribute = 0; attribute < node.num_attributes; attribute++) {
-            std::uint32_t words[3];
-            std::memcpy(words, attributes[attribute].value, sizeof words);
-            text += " " + std::to_string(attributes[attribute].id) + "=" + triple(words);
-        }
-        text += "; recorded with at most " + std::to_string(kernel.max_dynamic_shared) + " bytes of dynamic shared memory";
-        CUfunction loaded = functions_[node.kernel];
-        if (!loaded) return text + "; not loaded";
-        KernelForm form = form_of(loaded);
-        int most_shared = -1;
-        graph_driver().func_get_attribute(&most_shared, FUNC_MAX_DYNAMIC_SHARED_BYTES, loaded);
-        return text + "; loaded with " + std::to_string(most_shared) + ", " + std::to_string(form.static_shared) + " static, at most " +
-               std::to_string(form.max_threads) + " threads, " + std::to_string(form.registers) + " registers, parameters " +
-               layout_text(form.params.data(), form.params.size() / 2);
+        return fail(failed, text + (node.type == KERNEL ? launch_text(bytes_, kernels_[node.kernel], node, attributes, functions_[node.kernel])
+                                                        : "type " + std::to_string(node.type)));
     }
 
     int add_kernel(const GraphEntry &entry, const NodeEntry &node, const char *params, CUgraph graph, const std::vector<CUgraphNode> &before,
@@ -337,6 +337,7 @@ class Archive {
     std::vector<char> silent_;  // of which the driver says no parameters
     std::unique_ptr<std::atomic<bool>[]> loaded_;  // all kernels of a graph are: nothing of them changes any more
     std::vector<CUgraphExec> execs_;
+    std::vector<Unmade> unmade_;
     std::array<std::uint64_t, NUM_PARTS> spent_{};
     std::mutex lock_;
 };
@@ -369,6 +370,9 @@ PILOTLIGHT_EXPORT int pilotlight_archive_load(Archive *archive, std::uint32_t nu
 PILOTLIGHT_EXPORT void pilotlight_archive_spent(Archive *archive, std::uint64_t *parts) { archive->spent(parts); }
 PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->build(number, stream);
+}
+PILOTLIGHT_EXPORT int pilotlight_archive_advance(Archive *archive, std::uint32_t number, CUstream stream, bool *left) {
+    return archive->advance(number, stream, left);
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->launch(number, stream);
