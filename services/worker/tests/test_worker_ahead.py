@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,7 +75,12 @@ def test_imports_leave_the_garbage_collector_as_it_was(
 
 def test_it_is_due_a_while_after_the_engine_is_up() -> None:
     clock, done = ManualClock(), list[str]()
-    warm_up = WarmUp(clock, lambda: done.append("warm"))
+
+    def work(interrupted: Callable[[], bool]) -> bool:
+        done.append("interrupted" if interrupted() else "warm")
+        return not interrupted()
+
+    warm_up = WarmUp(clock, work)
     assert warm_up.before(None) is None, "the engine is not up"
     warm_up.wait()
     due_s = clock.monotonic_s() + WARM_UP_AFTER_S
@@ -83,8 +89,13 @@ def test_it_is_due_a_while_after_the_engine_is_up() -> None:
     assert not warm_up.due(loading=False)
     clock.advance(WARM_UP_AFTER_S)
     assert warm_up.due(loading=False)
-    warm_up.run()
-    assert done == ["warm"]
+    warm_up.run(lambda: True)
+    assert done == ["interrupted"]
+    assert not warm_up.due(loading=False)
+    clock.advance(WARM_UP_AFTER_S)
+    assert warm_up.due(loading=False), "nothing has come for a while"
+    warm_up.run(lambda: False)
+    assert done == ["interrupted", "warm"]
     assert not warm_up.due(loading=False)
     assert warm_up.before(None) is None
 
@@ -94,12 +105,17 @@ def test_it_is_never_due_where_it_has_been_done() -> None:
     warm_up.wait()
     assert warm_up.before(None) is None
     assert not warm_up.due(loading=False)
-    warm_up.run()
+    warm_up.run(lambda: False)
 
 
 def test_an_engine_without_a_model_warms_up(scripted: ScriptedEngine) -> None:
     done = threading.Event()
-    parent = Parent(scripted, warm_up=WarmUp(scripted.clock, done.set, 0.0))
+
+    def work(interrupted: Callable[[], bool]) -> bool:
+        done.set()
+        return not interrupted()
+
+    parent = Parent(scripted, warm_up=WarmUp(scripted.clock, work, 0.0))
     parent.until(EngineUp)
     assert done.wait(JOIN_S)
     parent.send(Shutdown())
@@ -111,7 +127,7 @@ def test_an_engine_without_a_model_warms_up(scripted: ScriptedEngine) -> None:
 def test_an_engine_whose_model_has_come_does_not(scripted: ScriptedEngine, pool: Any) -> None:
     clock = scripted.clock = ManualClock()
     done = list[str]()
-    parent = Parent(scripted, warm_up=WarmUp(clock, lambda: done.append("warm")))
+    parent = Parent(scripted, warm_up=WarmUp(clock, lambda _: done.append("warm") is None))
     parent.send(pool.load(), *pool.places())
     parent.until(StageLoaded)
     clock.advance(2 * WARM_UP_AFTER_S)
@@ -120,8 +136,30 @@ def test_an_engine_whose_model_has_come_does_not(scripted: ScriptedEngine, pool:
     assert not done
 
 
+def test_a_command_that_comes_interrupts_it_and_is_obeyed_at_once(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    begun, sent, interruptions = threading.Event(), threading.Event(), list[bool]()
+
+    def work(interrupted: Callable[[], bool]) -> bool:
+        interruptions.append(interrupted())
+        begun.set()
+        assert sent.wait(JOIN_S)
+        interruptions.append(interrupted())
+        return False
+
+    parent = Parent(scripted, warm_up=WarmUp(scripted.clock, work, 0.0))
+    parent.until(EngineUp)
+    assert begun.wait(JOIN_S)
+    parent.send(pool.load(), *pool.places())
+    sent.set()
+    parent.until(StageLoaded)
+    assert interruptions == [False, True], "never again, once a model has come"
+    parent.close()
+
+
 def test_a_device_on_which_warming_up_fails_ends_the_process(scripted: ScriptedEngine) -> None:
-    def fail() -> None:
+    def fail(_: object) -> bool:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     parent = Parent(scripted, warm_up=WarmUp(scripted.clock, fail, 0.0))

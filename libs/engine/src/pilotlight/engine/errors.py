@@ -127,3 +127,7 @@ class RestoreFailed(EngineFailed):
     """
 
     code = "restore_failed"
+
+
+class NotWanted(Exception):
+    """Nobody waits any more for what is about to be done; no request is answered with it."""

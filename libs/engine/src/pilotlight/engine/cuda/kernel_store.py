@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -26,6 +27,7 @@ from pilotlight.engine.cuda.compiled import (
     is_kept,
     unpack,
 )
+from pilotlight.engine.errors import NotWanted
 
 log = structlog.get_logger()
 
@@ -54,6 +56,25 @@ class KernelStore:
         """Triton's own cache is not looked into: to see what an artifact lacks."""
         self.broken = ""
         """Why restored entries were given up, if they were."""
+        self._unwanted: Callable[[], bool] | None = None
+
+    @contextmanager
+    def wanted_until(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """Kernels that are not there are compiled until ``unwanted``; where triton looks here."""
+        self._unwanted = unwanted
+        try:
+            yield
+        finally:
+            self._unwanted = None
+
+    def lack(self) -> None:
+        """A kernel is not there, and would be compiled.
+
+        Raises:
+            NotWanted: it is for nobody (``wanted_until``).
+        """
+        if self._unwanted is not None and self._unwanted():
+            raise NotWanted
 
     @property
     def compiled(self) -> tuple[str, ...]:

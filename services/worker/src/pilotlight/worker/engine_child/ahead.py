@@ -34,7 +34,7 @@ CUDA_MODULES = tuple(
 NOT_AT_START = "torch._meta_registrations"
 """Shapes of operations on tensors without memory, for compilers. torch imports it at its own end, a
 quarter of its import's processor time."""
-WARM_UP_AFTER_S = 0.5
+WARM_UP_AFTER_S = 1.0
 """An engine that has come up and gets no model meanwhile warms up by itself. Before that a request
 may have waited for it, and its model is on the way."""
 
@@ -112,14 +112,15 @@ class WarmUp:
     def __init__(
         self,
         clock: Clock,
-        work: Callable[[], None] | None = None,
+        work: Callable[[Callable[[], bool]], bool] | None = None,
         after_s: float = WARM_UP_AFTER_S,
     ) -> None:
         """Nothing is due yet.
 
         Args:
             clock: for when it is.
-            work: what is done; None: it has been.
+            work: what is done, unless it is interrupted, as it is told how to ask; whether it was
+                done. None: it has been.
             after_s: from when the engine is up.
         """
         self._clock = clock
@@ -143,8 +144,13 @@ class WarmUp:
             return False
         return self._clock.monotonic_s() >= self._due_s
 
-    def run(self) -> None:
-        """Does it, once."""
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Does it, once. If it is interrupted, it is due again when nothing has come for a while.
+
+        Args:
+            interrupted: whether something has come that is not to wait.
+        """
         work, self._work, self._due_s = self._work, None, None
-        if work is not None:
-            work()
+        if work is not None and not work(interrupted):
+            self._work = work
+            self.wait()

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NoReturn
@@ -38,7 +38,7 @@ from pilotlight.worker.engine_child.ahead import (
     read_compiler,
 )
 from pilotlight.worker.engine_child.inbox import RECEIVE_BYTES
-from pilotlight.worker.engine_child.kernels import note_kernels
+from pilotlight.worker.engine_child.kernels import compiling_until, note_kernels
 from pilotlight.worker.engine_child.loop import ChildLoop, last_words
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
@@ -135,6 +135,11 @@ def _serve(
     later = cuda and not (options.record_images or options.note_kernels)
     if not later:
         warm_up(engine, device.probe)
+
+    def warm_up_meanwhile(interrupted: Callable[[], bool]) -> bool:
+        with compiling_until(interrupted):
+            return warm_up(engine, device.probe, interrupted)
+
     # torch's objects stay: a collection that looks at all of them holds up every stream.
     gc.freeze()
     loop = ChildLoop(
@@ -145,7 +150,7 @@ def _serve(
         device.pins,
         _slate(options.slate_fd),
         Neighbours(clock.monotonic_s, device.peer_memory),
-        warm_up=WarmUp(clock, partial(warm_up, engine, device.probe) if later else None),
+        warm_up=WarmUp(clock, warm_up_meanwhile if later else None),
     )
     up = EngineUp(
         pid=os.getpid(),

@@ -8,6 +8,8 @@ them is launched, or recorded into one.
                 └─ misfit: refused by name, and kernels are compiled
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,6 +166,19 @@ def _record(store: "KernelStore", path: Path) -> KernelsRecorded:
         "kernels recorded", action="kernels_recorded", entries=len(entries), bytes=len(archive)
     )
     return KernelsRecorded(made_for=_made_for(), blob=blob, compiled=store.compiled)
+
+
+@contextmanager
+def compiling_until(unwanted: Callable[[], bool]) -> Iterator[None]:
+    """A kernel that nobody has compiled yet is wanted until then: see ``KernelStore.wanted_until``.
+    Where triton was told to look elsewhere, all are.
+    """
+    from pilotlight.engine.cuda.compiled import KernelsRefused
+
+    with ExitStack() as until:
+        with suppress(KernelsRefused):
+            until.enter_context(_opened().wanted_until(unwanted))
+        yield
 
 
 def _opened() -> "KernelStore":

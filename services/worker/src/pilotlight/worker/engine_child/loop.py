@@ -154,7 +154,7 @@ class ChildLoop:
             self._receive(0 if busy or pins or proof else self._idle_s())
             if self._warm_up.due(loading=self._loads.any or self._ended):
                 self._slate.write(Doing.COMPILING)
-                self._warm_up.run()
+                self._warm_up.run(lambda: self._has_come(0))
             if pins and not self._received and self._pins is not None:
                 self._slate.write(Doing.OBEYING)
                 self._pins.pin_one()

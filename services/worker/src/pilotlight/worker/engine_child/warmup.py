@@ -3,13 +3,16 @@ libraries and kernels set up.
 
 On a CPU this takes some tens of milliseconds off the first prefill of a child, which would be a
 cold start's. On a GPU it loads cuBLAS and what launches kernels, and captures a step; the kernels
-of other shapes still come with the first model that has them.
+of other shapes still come with the first model that has them. On a machine that has compiled none
+yet that takes ten seconds, so it ends before the next one when a command has come.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
 from pilotlight.engine.engine import Engine
+from pilotlight.engine.errors import NotWanted
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype, ModelSpec
@@ -63,13 +66,39 @@ CUDA_PROBE = Probe(
 """Of a common shape of heads; its memory comes in granules of megabytes."""
 
 
-def warm_up(engine: Engine, probe: Probe = CPU_PROBE) -> None:
+def never() -> bool:
+    """Nothing interrupts."""
+    return False
+
+
+def warm_up(
+    engine: Engine, probe: Probe = CPU_PROBE, interrupted: Callable[[], bool] = never
+) -> bool:
     """Load, convert, prefill, decode, sample, unload; the engine is as empty afterwards as it was
     before.
+
+    Args:
+        engine: holds nothing.
+        probe: what runs.
+        interrupted: asked before each step.
+
+    Returns:
+        False: it was interrupted, and has not done all of that.
 
     Raises:
         EngineError: the engine does not work.
     """
+    # Besides, a step ends so that would compile (``kernels.compiling_until``).
+    try:
+        _run(engine, probe, interrupted)
+    except NotWanted:
+        engine.drop(INSTANCE)
+        engine.step()  # That its requests ended concerns nobody.
+        return False
+    return True
+
+
+def _run(engine: Engine, probe: Probe, interrupted: Callable[[], bool]) -> None:
     spec = probe.spec
     decoder = decoder_of(spec)
     engine.begin_load(INSTANCE, spec, spec.whole, Dtype.BFLOAT16, probe.device_bytes)
@@ -93,5 +122,7 @@ def warm_up(engine: Engine, probe: Probe = CPU_PROBE) -> None:
         )
         engine.add(RequestId(f"warm-up-{index}"), 0, INSTANCE, [1, 2, 3], [], sampling)
     while engine.has_work:
+        if interrupted():
+            raise NotWanted
         engine.step()
     engine.unload(INSTANCE)

@@ -45,7 +45,9 @@ class RestoredFirst(FileCacheManager):  # pyright: ignore[reportUntypedBaseClass
         found = STORE.kernel(self.key, filename)
         if found is None and not STORE.only:
             found = super().get_group(filename)
-        if found is not None:
+        if found is None:
+            STORE.lack()
+        else:
             STORE.use(self.key, found)
         return found
 
