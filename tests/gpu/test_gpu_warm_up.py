@@ -24,7 +24,7 @@ MOST_TRIES = 60
 
 @pytest.fixture
 def engine(device: torch.device) -> Iterator[Engine]:
-    arena = CudaArena(device)
+    arena = CudaArena(device.index)
     yield Engine(1, time.monotonic, BatchLimits(), arena)
     arena.close()
 
@@ -37,7 +37,7 @@ def test_it_can_be_interrupted_before_each_kernel(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "nothing"))
     longest_s, lacked = 0.0, len(STORE.compiled)
-    for tries in count(1):  # noqa: B007 - it is told
+    for tries in count(1):
         asked = count()
         began_s = time.monotonic()
         with compiling_until(lambda asked=asked: next(asked) > 0):  # type: ignore[misc]
