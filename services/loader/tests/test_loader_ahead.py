@@ -93,7 +93,7 @@ def devices(folder: Path, gpus: int) -> Path:
 def test_what_there_will_be(
     asked: dict[str, str], gpus: int, kind: str, count: int, tmp_path: Path
 ) -> None:
-    assert workers_ahead._guessed(asked, devices(tmp_path / "dev", gpus)) == (kind, count)
+    assert workers_ahead.guessed(asked, devices(tmp_path / "dev", gpus)) == (kind, count)
 
 
 def test_what_is_written_down_twice_is_the_same() -> None:
@@ -105,7 +105,7 @@ def test_what_is_written_down_twice_is_the_same() -> None:
 def test_little_is_imported_before_workers_begin() -> None:
     program = """
 import sys
-import pilotlight.loader.workers_ahead
+import pilotlight.loader.__main__
 print([one for one in ("asyncio", "msgspec", "pydantic", "structlog") if one in sys.modules])
 """
     done = subprocess.run(

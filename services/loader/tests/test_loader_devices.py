@@ -21,6 +21,7 @@ from pilotlight.loader.devices import (
     unusable,
     visible,
 )
+from pilotlight.loader.opening_ahead import OpeningAhead
 from pilotlight.loader.settings import LoaderSettings
 
 GPUS = tuple(
@@ -189,6 +190,67 @@ async def test_torch_opens_a_gpu_once_for_each_driver(
     machine.gpus = tuple(replace(gpu, driver="590.0") for gpu in GPUS)
     assert (await find_gpus("auto", {}, kept)).gpus == machine.gpus
     assert len(machine.opens) == 4
+
+
+class Opening(OpeningAhead):
+    """What a process has opened, and what it is asked."""
+
+    def __init__(self, opened: bool) -> None:
+        super().__init__()
+        self._opened = opened
+        self.asked: list[float] = []
+        self.given_up = 0
+
+    def opened(self, deadline_s: float) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        self.asked.append(deadline_s)
+        return self._opened
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+
+@pytest.mark.anyio
+async def test_what_a_process_opened_ahead_is_not_opened_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "gpus.json"
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "2.9")
+    first, second = Opening(opened=True), Opening(opened=True)
+    assert await find_gpus("auto", {}, kept, first) == FOUR
+    assert await find_gpus("auto", {}, kept, second) == FOUR
+    assert machine.opens == []
+    assert (first.asked, second.asked) == ([devices.OPEN_DEADLINE_S], []), "the record says so"
+    assert first.given_up == second.given_up == 1
+
+
+@pytest.mark.anyio
+async def test_what_no_process_opened_ahead_is_tried_in_turn(
+    machine: Machine, tmp_path: Path
+) -> None:
+    kept, opening = tmp_path / "gpus.json", Opening(opened=False)
+    machine.unopened = "torch does not open H200 with driver 470.1: too old"
+    assert await find_gpus("auto", {}, kept, opening) == FoundGpus(why_none=machine.unopened)
+    assert not kept.exists()
+    machine.unopened = ""
+    assert await find_gpus("auto", {}, kept, opening) == FOUR
+    assert machine.opens == [GPUS, GPUS]
+    assert len(opening.asked) == opening.given_up == 2
+
+
+@pytest.mark.anyio
+async def test_nobody_waits_for_a_process_that_is_not_wanted(machine: Machine) -> None:
+    opening = Opening(opened=True)
+    await find_gpus("sim", {}, opening=opening)
+    machine.unusable = "triton is not installed"
+    await find_gpus("auto", {}, opening=opening)
+    machine.unusable = ""
+    machine.gpus = (LOST[1],)
+    assert (await find_gpus("auto", {}, opening=opening)).gpus == machine.gpus
+    machine.gpus = NvmlUnavailable("NVML: library not found")
+    await find_gpus("auto", {}, opening=opening)
+    assert opening.asked == []
+    assert opening.given_up == 4
 
 
 @pytest.mark.anyio

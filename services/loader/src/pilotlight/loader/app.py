@@ -42,6 +42,7 @@ from pilotlight.loader.identity import default_pool_bytes, load_epoch, node_id_o
 from pilotlight.loader.links import NodeLinks, find_links
 from pilotlight.loader.manifests import StoredManifests
 from pilotlight.loader.metrics import LoaderMetrics
+from pilotlight.loader.opening_ahead import OpeningAhead, record_path_of
 from pilotlight.loader.reports import Changes, CopyObserver, NodeShape, Reporter
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
@@ -95,12 +96,17 @@ class PoolKeeper:
         self._pool.close(remove=remove)
 
 
-async def build(context: Context[LoaderSettings], ahead: WorkersAhead | None = None) -> Application:
+async def build(
+    context: Context[LoaderSettings],
+    ahead: WorkersAhead | None = None,
+    opening: OpeningAhead | None = None,
+) -> Application:
     """Build the loader.
 
     Args:
         context: of the process.
         ahead: workers that have begun already.
+        opening: a process in which torch opens a GPU, if one has begun already.
 
     Raises:
         HostPoolTaken, DiskTierTaken: another loader holds the node's pool, or its disk tier.
@@ -116,7 +122,8 @@ async def build(context: Context[LoaderSettings], ahead: WorkersAhead | None = N
     node_id = node_id_of(settings.state_dir)
     # The driver takes a while to answer, and so does verifying what is adopted.
     looking = asyncio.create_task(
-        find_gpus(settings.worker_kind, kept=settings.state_dir / "gpus.json"), name="look for GPUs"
+        find_gpus(settings.worker_kind, kept=record_path_of(settings.state_dir), opening=opening),
+        name="look for GPUs",
     )
     try:
         pool = await _open_pool(context, node_id, await _announced_epoch(context))

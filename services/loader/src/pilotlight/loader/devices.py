@@ -21,6 +21,7 @@ from pilotlight.common.errors import BadRequest, DeadlineExceeded, MachineUnfit
 from pilotlight.common.nvml import Gpu, NvmlFailed, NvmlUnavailable, list_gpus
 from pilotlight.common.waiting import within
 from pilotlight.loader.gpu_record import GpuRecord
+from pilotlight.loader.opening_ahead import OPEN, OpeningAhead
 from pilotlight.native.library import unavailable
 
 log = structlog.get_logger()
@@ -34,7 +35,6 @@ OPEN_DEADLINE_S = 120.0
 KILLED_S = 1.0
 """A process that is stuck in the driver does not end when it is killed: it is waited for no longer.
 """
-OPEN = "import torch; torch.cuda.init()"
 C_COMPILERS = ("gcc", "clang")
 """Where triton looks, if ``CC`` names none."""
 
@@ -100,7 +100,10 @@ def plan_workers(kind: str, workers: int | None, found: FoundGpus) -> WorkerDevi
 
 
 async def find_gpus(
-    kind: str, environment: Mapping[str, str] = os.environ, kept: Path | None = None
+    kind: str,
+    environment: Mapping[str, str] = os.environ,
+    kept: Path | None = None,
+    opening: OpeningAhead | None = None,
 ) -> FoundGpus:
     """What GPUs can be used; those that ``CUDA_VISIBLE_DEVICES`` hides cannot.
 
@@ -114,8 +117,12 @@ async def find_gpus(
         kind: of the workers, as it is asked for.
         environment: this process's.
         kept: the file of what an earlier run found.
+        opening: a process in which torch opens a GPU, if one has begun already. It does not
+            outlive this.
     """
+    opening = opening or OpeningAhead()
     if kind not in ("auto", "cuda"):
+        opening.give_up()
         return FoundGpus(why_none="none are wanted")
     record, shown = GpuRecord.read(kept), environment.get("CUDA_VISIBLE_DEVICES")
     driver = DriverThread("gpus")
@@ -135,7 +142,7 @@ async def find_gpus(
                 "a GPU is lost", action="gpu_lost", index=gpu.index, uuid=gpu.uuid, error=gpu.lost
             )
         software = _software(seen)
-        why = await _why_not(driver, seen, opened=record.opened_by == software != "")
+        why = await _why_not(driver, seen, opening, opened=record.opened_by == software != "")
     except NvmlUnavailable as error:
         return FoundGpus(why_none=str(error))
     except (NvmlFailed, DeadlineExceeded) as error:
@@ -153,6 +160,7 @@ async def find_gpus(
         )
     finally:
         driver.close()
+        opening.give_up()
     if why:
         log.warning(
             "GPUs are there and cannot be used", action="gpus_unusable", gpus=len(seen), error=why
@@ -168,11 +176,19 @@ async def find_gpus(
     return FoundGpus(gpus=seen)
 
 
-async def _why_not(driver: DriverThread, gpus: Sequence[Gpu], opened: bool) -> str:
+async def _why_not(
+    driver: DriverThread, gpus: Sequence[Gpu], opening: OpeningAhead, opened: bool
+) -> str:
     """Why an engine could not use these GPUs; empty if it could.
 
     ``opened``: a process with the same software has opened one before.
     """
+
+    def still_unopened() -> str:
+        # Lost ones are not tried: nothing is to be waited for.
+        tried = any(not gpu.lost for gpu in gpus)
+        return "" if tried and opening.opened(OPEN_DEADLINE_S) else unopened(gpus)
+
     try:
         if why := await within(COMPILE_DEADLINE_S, driver.call(unusable), "compiling native code"):
             return why
@@ -181,9 +197,7 @@ async def _why_not(driver: DriverThread, gpus: Sequence[Gpu], opened: bool) -> s
         return (
             ""
             if opened
-            else await within(
-                2 * OPEN_DEADLINE_S, driver.call(lambda: unopened(gpus)), "opening a GPU"
-            )
+            else await within(3 * OPEN_DEADLINE_S, driver.call(still_unopened), "opening a GPU")
         )
     except DeadlineExceeded as error:
         return error.message

@@ -33,6 +33,7 @@ from pilotlight.dataplane.pool_client import PoolClient
 from pilotlight.loader.app import build
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.manifests import digests_key
+from pilotlight.loader.opening_ahead import OpeningAhead
 from pilotlight.loader.settings import LoaderSettings
 from pilotlight.policy.ids import Digest, Epoch, Generation, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.model import Model, ScalingBounds, Slo
@@ -111,7 +112,9 @@ class Cluster:
         """As the loader makes it up at its first start."""
         return node_id_of(self.folder / "state")
 
-    async def start(self, *, clock: Clock | None = None, **changes: Any) -> Running:
+    async def start(
+        self, *, clock: Clock | None = None, opening: OpeningAhead | None = None, **changes: Any
+    ) -> Running:
         """A loader whose settings are changed so; on the folders of the one before."""
         values: dict[str, Any] = {
             "run_dir": self.folder / "run",
@@ -126,7 +129,7 @@ class Cluster:
         context = self.make_context("loader", LoaderSettings(**values), clock=clock, bus=self.bus)
         for key, data in self.objects.items():
             await context.store.put_if_absent(key, data)
-        application = await build(context)
+        application = await build(context, opening=opening)
         self.loaders.append(Running(context, application))
         for component in application.components:
             await component.start()

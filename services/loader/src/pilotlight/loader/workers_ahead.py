@@ -85,11 +85,11 @@ class WorkersAhead:
             devices: the folder with a file for each device of the machine.
         """
         made = cls()
-        state_dir = Path(environment.get("PILOTLIGHT_STATE_DIR", STATE_DIR))
+        state_dir = state_dir_of(environment)
         log_dir = Path(environment.get("PILOTLIGHT_LOG_DIR", LOG_DIR))
         # A setting that is no number is the loader's to tell of.
         with suppress(OSError, ValueError, PilotlightError):
-            kind, count = _guessed(environment, devices)
+            kind, count = guessed(environment, devices)
             if not count:
                 return made
             node_id = node_id_of(state_dir)
@@ -166,9 +166,21 @@ class WorkersAhead:
         return ahead.pid
 
 
-def _guessed(environment: Mapping[str, str], devices: Path) -> tuple[str, int]:
+def state_dir_of(environment: Mapping[str, str]) -> Path:
+    """The loader's state folder, by its variables."""
+    return Path(environment.get("PILOTLIGHT_STATE_DIR", STATE_DIR))
+
+
+def guessed(environment: Mapping[str, str], devices: Path) -> tuple[str, int]:
     """The kind of the node's workers, and how many there will be; what the settings do not say is
     found by looking.
+
+    Args:
+        environment: the loader's.
+        devices: the folder with a file for each device of the machine.
+
+    Raises:
+        ValueError: the number that is asked for is none.
     """
     kind = environment.get("PILOTLIGHT_WORKER_KIND", "") or "auto"
     asked = environment.get("PILOTLIGHT_WORKERS", "")
