@@ -5,7 +5,7 @@ same addresses.
 import ctypes
 import importlib.util
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from ctypes import c_bool, c_uint64, c_void_p
+from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -298,9 +298,9 @@ class GraphArchive:
         Raises:
             NativeError: as for ``build``.
         """
-        pointer, left = out(c_bool)
+        pointer, left = out(c_uint64)
         self._library.call("archive_advance", self._pointer, self._number(tag), stream, pointer)
-        return left()
+        return bool(left())
 
     def launch(self, tag: int, stream: int = 0) -> None:
         """Runs a graph that is built.

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from ctypes import (
     POINTER,
-    c_bool,
     c_char_p,
     c_double,
     c_int,
@@ -91,7 +90,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "archive_kernel": (c_char_p, (c_void_p, c_uint32)),
     "archive_offer": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_build": (c_int, (c_void_p, c_uint32, c_void_p)),
-    "archive_advance": (c_int, (c_void_p, c_uint32, c_void_p, POINTER(c_bool))),
+    "archive_advance": (c_int, (c_void_p, c_uint32, c_void_p, _U64)),
     "archive_launch": (c_int, (c_void_p, c_uint32, c_void_p)),
     "archive_load": (c_int, (c_void_p, c_uint32)),
     "archive_check_list": (c_int, (c_void_p, c_uint32)),

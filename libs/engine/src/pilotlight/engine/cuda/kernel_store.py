@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class KernelStore:
         self._unwanted: Callable[[], bool] | None = None
 
     @contextmanager
-    def wanted_until(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+    def wanted_until(self, unwanted: Callable[[], bool]) -> Generator[None]:
         """Kernels that are not there are compiled until ``unwanted``; where triton looks here."""
         self._unwanted = unwanted
         try:

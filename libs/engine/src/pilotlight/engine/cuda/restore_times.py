@@ -36,10 +36,12 @@ class RestoreTimes:
         self.steps[name] = self._ms(since_s)
         return self._now_s()
 
-    def spent(self, step: str, now: Mapping[str, float], before: Mapping[str, float]) -> None:
-        """What was spent on each part since then, of a step."""
-        for part, ms in now.items():
-            self.steps[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
+    def made(self, step: str, now: Mapping[str, float], before: Mapping[str, float]) -> None:
+        """A step is reached, if it was not: until when, and what was spent on each part of it."""
+        if step not in self.steps:
+            self.until(step)
+            for part, ms in now.items():
+                self.steps[f"{step}_{part}"] = round(ms - before.get(part, 0.0), 1)
 
     def _ms(self, since_s: float) -> float:
         return round((self._now_s() - since_s) * 1e3, 1)

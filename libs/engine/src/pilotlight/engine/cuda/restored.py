@@ -336,11 +336,8 @@ class RestoredGraphs:
                 with self._changed:
                     self._order = ended(self._order, size, restored)
                 self._tell()
-                if "first" not in self.took.steps:
-                    self.took.until("first")
-                    self.took.spent("first", device.spent_ms, before)
-            self.took.until("all")
-            self.took.spent("all", device.spent_ms, {})
+                self.took.made("first", device.spent_ms, before)
+            self.took.made("all", device.spent_ms, {})
             facts = {"elsewhere": elsewhere, "listed": len(self.lists.proved), **self.took.steps}
             log.info("graphs restored", action="graphs_restored", **facts)
         except GraphsRefused as refused:
@@ -396,9 +393,7 @@ class RestoredGraphs:
 
     def _beside(self) -> None:
         """Between two pieces of a graph: steps run first, unless one waits for a graph."""
-        with self._changed:
-            hurries = self._closing or bool(self._order.asked)
-        if not hurries:
+        if not (self._closing or self._order.asked):
             self._pace.wait()
 
     def _goes_on(self) -> bool:

@@ -73,21 +73,21 @@ class Archive {
 
     // Makes one graph ready to be launched, and loads the images that it needs.
     int build(std::uint32_t number, CUstream stream) {
-        for (bool left = true; left;)
+        for (std::uint64_t left = 1; left;)
             if (int failed = advance(number, stream, &left)) return failed;
         return OK;
     }
 
     // The next piece of that, as much as the driver does at once: a kernel, the nodes, the instantiation, the upload. `*left`: it was not the last.
-    int advance(std::uint32_t number, CUstream stream, bool *left) {
+    int advance(std::uint32_t number, CUstream stream, std::uint64_t *left) {
         std::lock_guard guard(lock_);
-        *left = false;
+        *left = 0;
         if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
         if (execs_[number]) return OK;
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
         Unmade &unmade = unmade_[number];
         int failed = OK;
-        *left = true;
+        *left = 1;
         if (!loaded_[number]) {
             failed = load_kernels(graphs_[number], 1);
         } else if (!unmade.graph) {
@@ -100,7 +100,7 @@ class Archive {
             Stopwatch watch(&spent_[UPLOAD]);
             failed = check(graph_driver().upload(unmade.exec, stream), "graph_driver().upload");
             if (!failed) std::swap(execs_[number], unmade.exec);
-            *left = false;
+            *left = 0;
         }
         if (failed || !*left) unmade.destroy();
         return failed;
@@ -371,7 +371,7 @@ PILOTLIGHT_EXPORT void pilotlight_archive_spent(Archive *archive, std::uint64_t 
 PILOTLIGHT_EXPORT int pilotlight_archive_build(Archive *archive, std::uint32_t number, CUstream stream) {
     return archive->build(number, stream);
 }
-PILOTLIGHT_EXPORT int pilotlight_archive_advance(Archive *archive, std::uint32_t number, CUstream stream, bool *left) {
+PILOTLIGHT_EXPORT int pilotlight_archive_advance(Archive *archive, std::uint32_t number, CUstream stream, std::uint64_t *left) {
     return archive->advance(number, stream, left);
 }
 PILOTLIGHT_EXPORT int pilotlight_archive_launch(Archive *archive, std::uint32_t number, CUstream stream) {

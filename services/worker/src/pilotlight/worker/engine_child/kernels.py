@@ -8,7 +8,7 @@ them is launched, or recorded into one.
                 └─ misfit: refused by name, and kernels are compiled
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,7 +169,7 @@ def _record(store: "KernelStore", path: Path) -> KernelsRecorded:
 
 
 @contextmanager
-def compiling_until(unwanted: Callable[[], bool]) -> Iterator[None]:
+def compiling_until(unwanted: Callable[[], bool]) -> Generator[None]:
     """A kernel that nobody has compiled yet is wanted until then: see ``KernelStore.wanted_until``.
     Where triton was told to look elsewhere, all are.
     """
