@@ -274,9 +274,8 @@ def measure(
                 found["rows"].append(line)
                 tell({"shape": shape, **line})
         peaks = {name: [memory.peak_bytes[name] / 2**30] for name in engines}
-        if all(peak for [peak] in peaks.values()):  # Of the host's first device it is told alone.
-            found["rows"].append(summary("peak memory", "GiB", False, peaks, max))
-            tell({"shape": shape, **found["rows"][-1]})
+        found["rows"].append(summary("peak memory", "GiB", False, peaks, max))
+        tell({"shape": shape, **found["rows"][-1]})
         found["our_books"] = engines["ours"].ask(do="memory")
         if arguments.profile and clock.has(PROFILE_S):
             found["profile"] = profile(engines["ours"], next(seeds))

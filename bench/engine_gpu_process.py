@@ -94,13 +94,18 @@ class Child:
 
 
 def used_bytes_of_device() -> Callable[[], int]:
-    """What asks the driver how much of the first device's memory is in use, by NVIDIA's management
-    library.
+    """What asks the driver how much memory is in use of the first device that this process is
+    shown, by NVIDIA's management library, which knows all of the host.
     """
     import pynvml
 
     pynvml.nvmlInit()
-    device = pynvml.nvmlDeviceGetHandleByIndex(0)
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    device = (
+        pynvml.nvmlDeviceGetHandleByIndex(int(shown))
+        if shown.isdecimal()
+        else pynvml.nvmlDeviceGetHandleByUUID(shown)
+    )
     return lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
 
 

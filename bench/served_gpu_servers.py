@@ -78,10 +78,14 @@ def empty_caches(work: Path) -> dict[str, str]:
 
 
 def used_bytes_of_device() -> int | None:
-    """What NVIDIA's tool says of the first device; None where there is none."""
+    """What NVIDIA's tool says of the first device that this process is shown; None where there is
+    none. The tool itself looks at all of the host.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command += [f"--id={shown}"] if shown else []
     told = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S, check=False)
     return (
         int(told.stdout.split()[0]) << 20 if told.returncode == 0 and told.stdout.strip() else None

@@ -378,3 +378,19 @@ def test_processes_are_called_by_what_they_do():
     assert role_of(["/opt/bin/nats-server", "-c", "x"]) == "nats-server"
     assert role_of(["VLLM::EngineCore", ""]) == "VLLM::EngineCore"
     assert os.getpid() in read(os.getpid()).processes
+
+
+@pytest.mark.parametrize(("shown", "mib"), [(None, 7), ("", 7), ("1,0", 9), ("GPU-1b", 9)])
+def test_memory_is_that_of_the_device_that_is_shown(tmp_path, monkeypatch, shown, mib):
+    from served_gpu_servers import used_bytes_of_device
+
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=1*|*--id=GPU-1b*) echo 9;; *) echo 7; echo 9;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert used_bytes_of_device() == mib << 20
