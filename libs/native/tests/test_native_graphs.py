@@ -115,47 +115,6 @@ def test_each_of_the_kernels_of_one_name_comes_from_its_own_image(rig: Rig) -> N
     archive.close()
 
 
-def test_a_graph_is_made_piece_by_piece_and_each_asks_the_driver_for_one_thing(rig: Rig) -> None:
-    graph, *_ = some_of_one_name(rig, {b"first": 128, b"second": 64})
-    rig.fill()
-    rig.driver.replay(graph)
-    expected = rig.found
-    archive = rig.archive(rig.dump(_8=graph).archive)
-    fake = fake_cuda()
-    asked = ("cuModuleLoadData", "cuGraphCreate", "cuGraphInstantiate", "cuGraphUpload")
-    pieces: list[dict[str, int]] = []
-    left = True
-    while left:
-        before = {name: fake.calls(name) for name in asked}
-        left = archive.advance(8)
-        pieces.append({name: new for name in asked if (new := fake.calls(name) - before[name])})
-        if left:
-            with pytest.raises(NativeError, match="graph 0 is not built"):
-                archive.launch(8)
-    one = [{"cuModuleLoadData": 1}] * 2
-    rest = [{"cuGraphCreate": 1}, {"cuGraphInstantiate": 1}, {"cuGraphUpload": 1}]
-    assert [piece for piece in pieces if piece] == [*one, *rest]
-    assert not archive.advance(8), "it is made"
-    rig.fill()
-    archive.launch(8)
-    assert rig.found == expected
-    archive.close()
-
-
-@pytest.mark.parametrize("pieces", range(1, 6))
-def test_what_is_made_of_a_graph_goes_with_its_archive(rig: Rig, pieces: int) -> None:
-    graph, *_ = some_of_one_name(rig, {b"only": 128})
-    archive = rig.archive(rig.dump(_8=graph).archive)
-    fake = fake_cuda()
-    made, gone = ("cuGraphCreate", "cuGraphInstantiate"), ("cuGraphDestroy", "cuGraphExecDestroy")
-    before = {name: fake.calls(name) for name in (*made, *gone)}
-    for _ in range(pieces):
-        archive.advance(8)
-    archive.close()
-    counts = {name: fake.calls(name) - before[name] for name in before}
-    assert [counts[name] for name in made] == [counts[name] for name in gone]
-
-
 def test_a_graphs_kernels_are_loaded_before_it_is_made_and_no_others(rig: Rig) -> None:
     one, *_ = some_of_one_name(rig, {b"one": 128, b"both": 64})
     other, *_ = some_of_one_name(rig, {b"other": 128})

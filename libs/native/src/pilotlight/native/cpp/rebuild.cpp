@@ -68,7 +68,8 @@ class Archive {
         std::lock_guard guard(lock_);
         if (number >= header_.num_graphs) return fail(MISUSED, "the archive has no graph " + std::to_string(number));
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
-        return load_kernels(graphs_[number], header_.num_kernels);
+        std::uint32_t all = header_.num_kernels;
+        return load_kernels(graphs_[number], &all);
     }
 
     // Makes one graph ready to be launched, and loads the images that it needs.
@@ -87,9 +88,11 @@ class Archive {
         PILOTLIGHT_TRY(driver().ctx_set_current(context_));
         Unmade &unmade = unmade_[number];
         int failed = OK;
+        std::uint32_t kernels = 1;
         *left = 1;
-        if (!loaded_[number]) {
-            failed = load_kernels(graphs_[number], 1);
+        if (!loaded_[number]) failed = load_kernels(graphs_[number], &kernels);
+        if (failed || !kernels) {
+            // One was loaded, and that is enough for now.
         } else if (!unmade.graph) {
             PILOTLIGHT_TRY(graph_driver().graph_create(&unmade.graph, 0));
             failed = add_nodes(graphs_[number], unmade.graph);
@@ -213,15 +216,16 @@ class Archive {
         return OK;
     }
 
-    // Those that are not there, and `most` of them at most.
-    int load_kernels(const GraphEntry &entry, std::uint32_t most) {
+    // Those that are not there, and `*most` of them at most, less by each.
+    int load_kernels(const GraphEntry &entry, std::uint32_t *most) {
         Stopwatch watch(&spent_[IMAGES]);
         auto *nodes = reinterpret_cast<const NodeEntry *>(at(entry.nodes));
         CUfunction loaded = nullptr;
         for (std::uint32_t number = 0; number < entry.num_nodes; number++) {
             if (nodes[number].type != KERNEL || functions_[nodes[number].kernel]) continue;
-            if (!most--) return OK;
+            if (!*most) return OK;
             if (int failed = function(nodes[number].kernel, &loaded)) return explain(failed, entry, number);
+            --*most;
         }
         loaded_[&entry - graphs_] = true;
         return OK;
