@@ -78,18 +78,14 @@ def empty_caches(work: Path) -> dict[str, str]:
 
 
 def used_bytes_of_device() -> int | None:
-    """What NVIDIA's tool says of the first device that this process is shown; None where there is
-    none. The tool itself looks at all of the host.
-    """
+    """What NVIDIA's tool says of the first device that is shown; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    command += [f"--id={shown}"] if shown else []
-    told = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S, check=False)
-    return (
-        int(told.stdout.split()[0]) << 20 if told.returncode == 0 and told.stdout.strip() else None
-    )
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
+    ask = f"nvidia-smi --id={shown} --query-gpu=memory.used --format=csv,noheader,nounits".split()
+    told = subprocess.run(ask, capture_output=True, text=True, timeout=CALL_S, check=False)
+    used = told.stdout.split() if told.returncode == 0 else []
+    return int(used[0]) << 20 if used else None
 
 
 def await_free_device() -> None:
