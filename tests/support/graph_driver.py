@@ -2,9 +2,14 @@
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_char_p, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
+
+from fake_cuda import fake_cuda
+
+from pilotlight.native.device import Device, DeviceArena
 
 CLUSTER, SHARED = 4, 8
 
@@ -143,3 +148,20 @@ class Driver:
         made = c_void_p()
         self.done("cuGraphInstantiateWithFlags", ctypes.byref(made), c_void_p(graph), c_uint64(0))
         self.done("cuGraphLaunch", made, None)
+
+
+@contextmanager
+def device_of_the_fake(
+    address: int, num_bytes: int
+) -> Iterator[tuple[Driver, Device, DeviceArena]]:
+    """The fake, forgetful before and after, with an arena there that has memory behind its first
+    half.
+    """
+    fake = fake_cuda()
+    fake.reset()
+    device = Device(0, fake.path)
+    arena = DeviceArena(device, num_bytes, address)
+    arena.back(0, num_bytes // 2, num_bytes // 2)
+    yield Driver(ctypes.CDLL(fake.path)), device, arena
+    fake.reset()
+    arena.close()

@@ -1,6 +1,5 @@
 """Graphs that are made piece by piece, over a fake driver: each piece asks it for one thing."""
 
-import ctypes
 import struct
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -8,7 +7,7 @@ from itertools import count
 import pytest
 from fake_cuda import MIB, fake_cuda
 from graph_archives import ImageMaker, form_notes
-from graph_driver import Driver
+from graph_driver import Driver, device_of_the_fake
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, add_image, dump_graphs
@@ -25,28 +24,23 @@ Opened = Callable[..., GraphArchive]
 @pytest.fixture
 def opened() -> Iterator[Opened]:
     """opened(kernels, *tags): an archive with one graph of so many kernels under each tag."""
-    fake = fake_cuda()
-    fake.reset()
-    device = Device(0, fake.path)
-    arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
-    arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
-    driver = Driver(ctypes.CDLL(fake.path))
+    with device_of_the_fake(ADDRESS, ARENA_BYTES) as (driver, device, arena):
+        yield lambda kernels, *tags: archive_of(driver, device, arena, kernels, tags)
 
-    def make(kernels: int, *tags: int) -> GraphArchive:
-        graph, before = driver.graph(), tuple[int, ...]()
-        for number in range(kernels):
-            name = f"piece_{next(_names)}"
-            image = ImageMaker([name], code=b"code", notes=form_notes((8, 8), 128)).image()
-            function = driver.load(image, name)
-            add_image(image, function)
-            params = POINTER_AND_WORD.pack(ADDRESS + 64 * number, number)
-            before = (driver.kernel(graph, function, params, before=before),)
-        dump = dump_graphs(dict.fromkeys(tags, graph), arena)
-        return GraphArchive(device, dump.archive, arena)
 
-    yield make
-    fake.reset()
-    arena.close()
+def archive_of(
+    driver: Driver, device: Device, arena: DeviceArena, kernels: int, tags: tuple[int, ...]
+) -> GraphArchive:
+    graph, before = driver.graph(), tuple[int, ...]()
+    for number in range(kernels):
+        name = f"piece_{next(_names)}"
+        image = ImageMaker([name], code=b"code", notes=form_notes((8, 8), 128)).image()
+        function = driver.load(image, name)
+        add_image(image, function)
+        params = POINTER_AND_WORD.pack(ADDRESS + 64 * number, number)
+        before = (driver.kernel(graph, function, params, before=before),)
+    dump = dump_graphs(dict.fromkeys(tags, graph), arena)
+    return GraphArchive(device, dump.archive, arena)
 
 
 def calls(*names: str) -> dict[str, int]:

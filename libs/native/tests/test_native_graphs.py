@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from fake_cuda import MIB, FakeCuda, fake_cuda
+from fake_cuda import MIB, fake_cuda
 from graph_archives import ImageMaker, form_notes
-from graph_driver import Driver
+from graph_driver import Driver, device_of_the_fake
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs, prune_image
@@ -48,16 +48,9 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    fake: FakeCuda = fake_cuda()
-    fake.reset()
-    device = Device(0, fake.path)
-    arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
-    arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
-    driver = Driver(ctypes.CDLL(fake.path))
-    yield Rig(driver, device, arena, fake.path)
-    driver.fake.fake_silence(0)
-    fake.reset()
-    arena.close()
+    with device_of_the_fake(ADDRESS, ARENA_BYTES) as (driver, device, arena):
+        yield Rig(driver, device, arena, fake_cuda().path)
+        driver.fake.fake_silence(0)
 
 
 def image_of(name: str, code: bytes, threads: int = 128, sizes: Sequence[int] = (8, 8)) -> bytes:

@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 from fake_cuda import MIB, FakeCuda, fake_cuda
 from graph_archives import ImageMaker, archive_of_all_kinds, form_notes
-from graph_driver import Driver
+from graph_driver import Driver, device_of_the_fake
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, add_image, dump_graphs
@@ -60,14 +60,8 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    fake = fake_cuda()
-    fake.reset()
-    device = Device(0, fake.path)
-    arena = DeviceArena(device, ARENA_BYTES, ADDRESS)
-    arena.back(0, ARENA_BYTES // 2, ARENA_BYTES // 2)
-    yield Rig(Driver(ctypes.CDLL(fake.path)), device, arena, fake)
-    fake.reset()
-    arena.close()
+    with device_of_the_fake(ADDRESS, ARENA_BYTES) as (driver, device, arena):
+        yield Rig(driver, device, arena, fake_cuda())
 
 
 def place(number: int) -> int:
