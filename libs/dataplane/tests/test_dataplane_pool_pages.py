@@ -34,11 +34,13 @@ def taken_bytes(pool: HostPool) -> int:
     return pool.path.stat().st_blocks * 512
 
 
-async def test_all_of_it_is_taken_and_nothing_of_it_changes(pool: HostPool) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_all_of_it_is_taken_and_nothing_of_it_changes(pool: HostPool, threads: int) -> None:
     assert LIBRARY is not None
     with pool.memory(STEP_BYTES + 5, 3) as memory:
         memory[:] = b"abc"
-    pages = PoolPages(pool, LIBRARY, lambda: False, lambda: PLENTY)
+    pages = PoolPages(pool, LIBRARY, lambda: False, lambda: PLENTY, threads)
+    await pages.start()
     await pages.start()
     assert pages.join(30)
     assert pages.given_bytes == POOL_BYTES <= taken_bytes(pool)
@@ -55,6 +57,15 @@ async def test_it_ends_where_files_would_have_to_go(pool: HostPool) -> None:
     await pages.start()
     assert pages.join(30)
     assert pages.given_bytes == 2 * STEP_BYTES
+
+
+async def test_threads_leave_what_others_are_at(pool: HostPool) -> None:
+    assert LIBRARY is not None
+    unused = MemoryFacts(None, unused_bytes=LEFT_BYTES + 2 * STEP_BYTES)
+    pages = PoolPages(pool, LIBRARY, lambda: False, lambda: unused, threads=3)
+    await pages.start()
+    assert pages.join(30)
+    assert pages.given_bytes == 0
 
 
 async def test_a_container_has_what_its_limit_leaves(pool: HostPool) -> None:

@@ -3,7 +3,7 @@ rehearsal beside the copies. Without a device.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -154,10 +154,10 @@ class Watched(threading.Condition):
         self.waited: list[float | None] = []
         self.waits = threading.Event()
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> bool:
         self.waited.append(timeout)
         self.waits.set()
-        return super().wait_for(predicate, DEADLINE_S)
+        return super().wait(DEADLINE_S)
 
 
 def pace_at(clock: Ticks) -> tuple[Pace, Watched]:
@@ -181,20 +181,45 @@ def test_a_graph_is_made_behind_launches_from_now_on_or_when_one_is_waited_for(
     how: str, times: int
 ) -> None:
     pace, watched = pace_at(Ticks())
-    for _ in range(LAUNCHES):
+    for _ in range(1 + LAUNCHES):
         pace.launched()
+    check_waits_for(pace, watched, how, times)
+
+
+def test_the_step_of_the_first_token_does_not_count() -> None:
+    pace, watched = pace_at(Ticks())
+    pace.launched()
+    check_waits_for(pace, watched, "launched", LAUNCHES)
+
+
+def test_steps_that_end_while_a_graph_waits_for_others_let_it_go_on() -> None:
+    clock = Ticks()
+    pace, watched = pace_at(clock)
+    pace.launched()
+    clock.now_s += IDLE_S / 4
+    thread = threading.Thread(target=pace.wait)
+    thread.start()
+    assert watched.waits.wait(DEADLINE_S)
+    with watched:
+        clock.now_s += IDLE_S
+        watched.notify_all()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert watched.waited == [pytest.approx(IDLE_S * 3 / 4)], "from the last launch on"
+
+
+def check_waits_for(pace: Pace, watched: Watched, how: str, times: int) -> None:
+    """A thread that waits goes on behind so many calls, and not before."""
     thread = threading.Thread(target=pace.wait)
     thread.start()
     assert watched.waits.wait(DEADLINE_S), "for others than those"
     for left in reversed(range(times)):
+        watched.waits.clear()
         getattr(pace, how)()
-        with watched:
-            assert pace._launches >= LAUNCHES
         if left:
-            assert thread.is_alive()
+            assert watched.waits.wait(DEADLINE_S), "it looked, and waits on"
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
-    assert watched.waited == [IDLE_S]
 
 
 def test_who_is_in_a_hurry_before_the_thread_comes_is_not_forgotten() -> None:

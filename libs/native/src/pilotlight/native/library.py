@@ -108,6 +108,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_char_p, c_uint64, _U64, c_uint32, c_uint64, c_uint64, c_char_p),
     ),
+    "await_words": (c_int, (c_void_p, c_uint64, c_int, c_double)),
     "read_open": (
         c_int,
         (

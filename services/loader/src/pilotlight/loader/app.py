@@ -49,7 +49,9 @@ from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
 from pilotlight.loader.workers_ahead import (
     COMMAND,
+    DEVICES,
     WorkersAhead,
+    guessed,
     inherited,
     log_of,
     pid_path_of,
@@ -61,6 +63,8 @@ from pilotlight.policy.model import Model
 log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
+CORES_FOR_FILLING, MOST_FILLING = 8, 4
+"""Threads that take the pool's memory ahead: one for so many cores, and so many at most."""
 ASKS = 5
 """For the newest epoch, before a loader gives up; its supervisor starts it again."""
 _BACKOFF = Backoff(first_s=0.1, limit_s=2.0)
@@ -125,20 +129,34 @@ async def build(
         find_gpus(settings.worker_kind, kept=record_path_of(settings.state_dir), opening=opening),
         name="look for GPUs",
     )
+    metrics, changes = LoaderMetrics(context.metrics), Changes()
+    pages: PoolPages | None = None
     try:
         pool = await _open_pool(context, node_id, await _announced_epoch(context))
+        metrics.watch_pool(pool)
+        observer = CopyObserver(changes, metrics)
+        disk = await open_disk(context, pool, metrics)
+        manifests = StoredManifests(context.store, context.background)
+        links = find_links(context, node_id, metrics)
+        native = await asyncio.to_thread(native_reads)
+        tools = _tools(context, node_id, pool, disk, links, manifests, native)
+        copies = HostCopies(tools, context.background, observer)
+        ahead_of_fetches = settings.pool_ahead
+        pages = _pages(tools, copies) if ahead_of_fetches is not False else None
+        if pages is not None and (ahead_of_fetches or _may_have_gpus(settings)):
+            # Not only when the GPUs are known, which takes seconds on a new node.
+            await pages.start()
         found = await looking
+        workers = plan_workers(settings.worker_kind, settings.workers, found)
+        if pages is not None and ahead_of_fetches is None and workers.kind != "cuda":
+            await pages.stop()
+            pages = None
+    except BaseException:
+        if pages is not None:
+            await pages.stop()
+        raise
     finally:
         await cancel_all((looking,))
-    metrics, changes = LoaderMetrics(context.metrics), Changes()
-    metrics.watch_pool(pool)
-    observer = CopyObserver(changes, metrics)
-    disk = await open_disk(context, pool, metrics)
-    manifests = StoredManifests(context.store, context.background)
-    links = find_links(context, node_id, metrics)
-    native = await asyncio.to_thread(native_reads)
-    tools = _tools(context, node_id, pool, disk, links, manifests, native)
-    copies = HostCopies(tools, context.background, observer)
     if links is not None:
         links.listen(pool, tools, copies)
     agent = Agent(
@@ -150,7 +168,6 @@ async def build(
         peers=links.peers if links is not None else None,
         prefetch=settings.start_prefetch,
     )
-    workers = plan_workers(settings.worker_kind, settings.workers, found)
     log.info(
         "workers planned",
         action="workers_planned",
@@ -196,20 +213,15 @@ async def build(
     handlers = Handlers(context.bus, agent, verifications, disk.tier if disk is not None else None)
     first = [disk] if disk is not None else []
     second = [links] if links is not None else []
+    filling = [pages] if pages is not None else []
     keeper = PoolKeeper(pool, copies, settings)
-    takes_pages = workers.kind == "cuda" if settings.pool_ahead is None else settings.pool_ahead
-    pages = (
-        [PoolPages(pool, tools.native, lambda: copies.is_fetching)]
-        if takes_pages and tools.native is not None
-        else []
-    )
     probing = (
         [DiskProbing(disk, copies, tools.lanes, context.clock, changes.note)]
         if disk is not None
         else []
     )
     served = [server, reporter, handlers, supervisor]
-    return Application(components=[*first, keeper, *pages, *second, *served, *probing])
+    return Application(components=[*first, keeper, *filling, *second, *served, *probing])
 
 
 def _pool_path(settings: LoaderSettings, node_id: NodeId) -> Path:
@@ -232,6 +244,20 @@ async def _open_pool(context: Context[LoaderSettings], node_id: NodeId, epoch: E
         ) from error
     pool.raise_epoch(max(pool.highest_epoch, load_epoch(settings.state_dir), epoch))
     return pool
+
+
+def _pages(tools: FetchTools, copies: HostCopies) -> PoolPages | None:
+    """What gives the pool its memory ahead; None where the library for it is not there."""
+    if tools.native is None:
+        return None
+    threads = min(MOST_FILLING, max(1, len(os.sched_getaffinity(0)) // CORES_FOR_FILLING))
+    return PoolPages(tools.pool, tools.native, lambda: copies.is_fetching, threads=threads)
+
+
+def _may_have_gpus(settings: LoaderSettings) -> bool:
+    asked = {"PILOTLIGHT_WORKER_KIND": settings.worker_kind, "PILOTLIGHT_WORKERS": ""}
+    kind, _ = guessed({**os.environ, **asked}, DEVICES)
+    return kind == "cuda"
 
 
 async def _announced_epoch(context: Context[LoaderSettings]) -> Epoch:

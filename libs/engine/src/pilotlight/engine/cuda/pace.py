@@ -8,7 +8,8 @@ The driver does one thing at a time, and to make a graph takes it longer than a 
     device    [ n ............................. )[ n + 1 .................. )[ n + 2 ............... )[
 
 A launch, or the wait for a step's end, that came while a whole graph is made would wait for more
-than the device has work for.
+than the device has work for. The step that gives the first token is waited for before another is
+launched, so it does not count: behind the next launch there is nothing on the device but that.
 """
 
 import threading
@@ -32,14 +33,16 @@ class Pace:
         """
         self._now_s = monotonic_s
         self._changed = threading.Condition()
-        self._launches = 0
+        self._behind = 0
+        """Steps launched since the thread waits, without the stage's first."""
         self._launched_s: float | None = None
         self._hurried = False
 
     def launched(self) -> None:
         """A step is on the device."""
         with self._changed:
-            self._launches += 1
+            if self._launched_s is not None:
+                self._behind += 1
             self._launched_s = self._now_s()
             self._changed.notify_all()
 
@@ -52,12 +55,12 @@ class Pace:
     def wait(self) -> None:
         """Returns behind a launch, and at once while no steps run."""
         with self._changed:
-            if self._runs:
-                due = self._launches + LAUNCHES
-                self._changed.wait_for(lambda: self._hurried or self._launches >= due, IDLE_S)
+            self._behind = 0
+            while not self._hurried and self._behind < LAUNCHES and self._idle_in_s > 0:
+                self._changed.wait(self._idle_in_s)
             self._hurried = False
 
     @property
-    def _runs(self) -> bool:
+    def _idle_in_s(self) -> float:
         since_s = self._launched_s
-        return since_s is not None and self._now_s() - since_s <= IDLE_S
+        return 0.0 if since_s is None else since_s + IDLE_S - self._now_s()

@@ -11,8 +11,14 @@ from pilotlight.engine.cuda.kernels import sampling
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.logprobs import Logprobs, logprobs_of
 from pilotlight.engine.device.sampler import ROWS_AT_ONCE, NotSampled, SampledToken, sample_group
+from pilotlight.native.arrivals import await_words
 
 _SEED_MASK = (1 << 64) - 1
+_ABSENT = -(1 << 31)
+"""Where the device has written no token yet; neither a token nor what stands for none."""
+_PATIENCE_S = 0.05
+"""Steps are shorter but for large prompts, and where the device has failed, which only the driver
+tells."""
 
 
 class CudaTokens:
@@ -26,7 +32,8 @@ class CudaTokens:
             logprobs: of the rows that ask for them.
         """
         self._chosen = chosen
-        self._told = _on_its_way(chosen)
+        self._told = torch.full(chosen.shape, _ABSENT, dtype=chosen.dtype, pin_memory=True)
+        self._told.copy_(chosen, non_blocking=True)
         self._logprobs = None if logprobs is None else logprobs.moved(_on_its_way)
         self._there = torch.cuda.Event()
         self._there.record()
@@ -38,7 +45,13 @@ class CudaTokens:
 
     def wait(self) -> list[SampledToken | NotSampled]:
         """See ``PendingTokens.wait``."""
-        self._there.synchronize()
+        # Where graphs are made beside steps, the driver may wait for the step launched after this
+        # one before it loads a kernel, and whoever asks it for the end of this one waits as well.
+        words = self._told
+        if self._logprobs is not None or not await_words(
+            words.data_ptr(), words.numel(), _ABSENT, _PATIENCE_S
+        ):
+            self._there.synchronize()
         sampled: list[SampledToken | NotSampled] = [
             NotSampled.NOT_FINITE
             if token_id == sampling.NOT_FINITE
