@@ -312,6 +312,9 @@ class NoGraphs:
     def arriving(self, requests: int) -> None:
         """See ``GraphSupplier``."""
 
+    def sampled(self) -> None:
+        """See ``GraphSupplier``."""
+
     def close(self) -> None:
         """See ``GraphSupplier``."""
 

@@ -178,6 +178,8 @@ class StandInCapture:
 
     def arriving(self, requests: int) -> None: ...
 
+    def sampled(self) -> None: ...
+
     def close(self) -> None:
         self.closed = True
 

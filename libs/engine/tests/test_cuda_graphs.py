@@ -76,6 +76,8 @@ class Restored:
 
     def arriving(self, requests: int) -> None: ...
 
+    def sampled(self) -> None: ...
+
     def supply(
         self, kind: Kind, step: Callable[[], Tensor], output: Callable[[], Tensor]
     ) -> GraphStep | None:

@@ -176,20 +176,53 @@ def test_graphs_are_made_at_once_while_no_steps_run() -> None:
     assert watched.waited == []
 
 
-@pytest.mark.parametrize(("how", "times"), [("launched", LAUNCHES), ("hurry", 1)])
+@pytest.mark.parametrize(
+    ("how", "times"), [("launched", LAUNCHES + 1), ("sampled", LAUNCHES), ("hurry", 1)]
+)
 def test_a_graph_is_made_behind_launches_from_now_on_or_when_one_is_waited_for(
     how: str, times: int
 ) -> None:
     pace, watched = pace_at(Ticks())
-    for _ in range(1 + LAUNCHES):
+    for _ in range(2 + LAUNCHES):
         pace.launched()
+        pace.sampled()
     check_waits_for(pace, watched, how, times)
 
 
-def test_the_step_of_the_first_token_does_not_count() -> None:
+def test_a_piece_waits_for_what_samples_behind_the_second_launch() -> None:
+    pace, watched = pace_at(Ticks())
+    step(pace)
+    thread = waiting_thread(pace, watched)
+    step(pace)
+    watched.waits.clear()
+    pace.launched()
+    assert watched.waits.wait(DEADLINE_S), "what samples is not on the device yet"
+    pace.sampled()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("how", "times"), [("launched", LAUNCHES + 1), ("sampled", LAUNCHES)])
+def test_the_step_of_the_first_token_does_not_count(how: str, times: int) -> None:
     pace, watched = pace_at(Ticks())
     pace.launched()
-    check_waits_for(pace, watched, "launched", LAUNCHES)
+    thread = waiting_thread(pace, watched)
+    watched.waits.clear()
+    pace.sampled()
+    assert watched.waits.wait(DEADLINE_S), "it looked, and waits on"
+    check_goes_on(thread, pace, watched, how, times)
+
+
+def test_graphs_of_what_a_stage_may_become_are_told_of_what_samples() -> None:
+    clock = Ticks()
+    behind, watched = pace_at(clock)
+    pace = Pace(clock, behind)
+    step(behind)
+    thread = waiting_thread(behind, watched)
+    for _ in range(LAUNCHES):
+        pace.sampled()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
 
 
 def test_steps_that_end_while_a_graph_waits_for_others_let_it_go_on() -> None:
@@ -197,9 +230,7 @@ def test_steps_that_end_while_a_graph_waits_for_others_let_it_go_on() -> None:
     pace, watched = pace_at(clock)
     pace.launched()
     clock.now_s += IDLE_S / 4
-    thread = threading.Thread(target=pace.wait)
-    thread.start()
-    assert watched.waits.wait(DEADLINE_S)
+    thread = waiting_thread(pace, watched)
     with watched:
         clock.now_s += IDLE_S
         watched.notify_all()
@@ -208,11 +239,26 @@ def test_steps_that_end_while_a_graph_waits_for_others_let_it_go_on() -> None:
     assert watched.waited == [pytest.approx(IDLE_S * 3 / 4)], "from the last launch on"
 
 
-def check_waits_for(pace: Pace, watched: Watched, how: str, times: int) -> None:
-    """A thread that waits goes on behind so many calls, and not before."""
+def step(pace: Pace) -> None:
+    pace.launched()
+    pace.sampled()
+
+
+def waiting_thread(pace: Pace, watched: Watched) -> threading.Thread:
     thread = threading.Thread(target=pace.wait)
     thread.start()
-    assert watched.waits.wait(DEADLINE_S), "for others than those"
+    assert watched.waits.wait(DEADLINE_S)
+    return thread
+
+
+def check_waits_for(pace: Pace, watched: Watched, how: str, times: int) -> None:
+    check_goes_on(waiting_thread(pace, watched), pace, watched, how, times)
+
+
+def check_goes_on(
+    thread: threading.Thread, pace: Pace, watched: Watched, how: str, times: int
+) -> None:
+    """A thread that waits goes on behind so many calls, and not before."""
     for left in reversed(range(times)):
         watched.waits.clear()
         getattr(pace, how)()

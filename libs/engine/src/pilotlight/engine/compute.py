@@ -149,10 +149,16 @@ def compute_on(
         raise
     sampler = CudaSampler(memory.decoder.spec.vocab_size, device)
     rehearsal = Rehearsal(memory, sampler, runner)
+
+    def launch(logits: Tensor, specs: Sequence[SampleSpec]) -> PendingTokens:
+        tokens = sampler.launch(logits, specs)
+        supplier.sampled()
+        return tokens
+
     return Compute(
         runner,
         sampler,
-        sampler.launch,
+        launch,
         supplier.expect,
         supplier.extended,
         rehearsal,

@@ -91,6 +91,9 @@ class CaptureOnSecondUse:
     def arriving(self, requests: int) -> None:
         """See ``GraphSupplier.arriving``: no graph is there before it has run."""
 
+    def sampled(self) -> None:
+        """See ``GraphSupplier.sampled``: nothing is made beside steps."""
+
     def close(self) -> None:
         """See ``GraphSupplier.close``: graphs hold their memory themselves."""
 

@@ -120,6 +120,12 @@ class GraphSupplier(Protocol):
         """
         ...
 
+    def sampled(self) -> None:
+        """All of a step is launched, what samples its tokens with it: the host waits for the device
+        next, or has nothing to do.
+        """
+        ...
+
     def close(self) -> None:
         """Gives up what it holds in the slot's memory for graphs. None of them runs any more."""
         ...

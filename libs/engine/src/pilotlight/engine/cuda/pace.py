@@ -7,9 +7,13 @@ The driver does one thing at a time, and to make a graph takes it longer than a 
     thread                            [ a piece .. )                     nothing                      [ the next one
     device    [ n ............................. )[ n + 1 .................. )[ n + 2 ............... )[
 
-A launch, or the wait for a step's end, that came while a whole graph is made would wait for more
-than the device has work for. The step that gives the first token is waited for before another is
-launched, so it does not count: behind the next launch there is nothing on the device but that.
+A launch that came while a whole graph is made would wait for more than the device has work for.
+Loading a kernel waits for all that the device has been given, so a piece begins no sooner than all
+of a step is launched, what samples its tokens with it: then the host wants nothing of the driver
+before the device has come to the end of the step before (tokens are looked for in memory).
+
+The step that gives the first token is waited for before another is launched, so it does not count:
+behind the next launch there is nothing on the device but that.
 """
 
 import threading
@@ -25,26 +29,41 @@ has something to do behind the one that it is at."""
 class Pace:
     """For the thread that makes graphs, and the one that runs steps."""
 
-    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+    def __init__(self, monotonic_s: Callable[[], float], also: "Pace | None" = None) -> None:
         """No step has run.
 
         Args:
             monotonic_s: a clock, in seconds.
+            also: of other graphs of the stage, told the same of what samples.
         """
         self._now_s = monotonic_s
+        self._also = also
         self._changed = threading.Condition()
-        self._behind = 0
-        """Steps launched since the thread waits, without the stage's first."""
+        self._launches = self._samples = 0
+        """Since the thread waits, without those of the stage's first step."""
         self._launched_s: float | None = None
+        self._has_sampled = False
         self._hurried = False
 
     def launched(self) -> None:
-        """A step is on the device."""
+        """A step of a graph is on the device; what samples its tokens is not, if this stage does
+        that.
+        """
         with self._changed:
             if self._launched_s is not None:
-                self._behind += 1
+                self._launches += 1
             self._launched_s = self._now_s()
             self._changed.notify_all()
+
+    def sampled(self) -> None:
+        """All of a step is on the device, with what samples its tokens."""
+        with self._changed:
+            if self._has_sampled:
+                self._samples += 1
+            self._has_sampled = True
+            self._changed.notify_all()
+        if self._also is not None:
+            self._also.sampled()
 
     def hurry(self) -> None:
         """A step waits for its graph, or the stage goes: nobody is to wait for other steps."""
@@ -55,10 +74,16 @@ class Pace:
     def wait(self) -> None:
         """Returns behind a launch, and at once while no steps run."""
         with self._changed:
-            self._behind = 0
-            while not self._hurried and self._behind < LAUNCHES and self._idle_in_s > 0:
+            self._launches = self._samples = 0
+            while not (self._hurried or self._are_there) and self._idle_in_s > 0:
                 self._changed.wait(self._idle_in_s)
             self._hurried = False
+
+    @property
+    def _are_there(self) -> bool:
+        # One launch more where nothing is sampled, as in a pipeline's other stages: by the next
+        # launch all of the one before is on the device.
+        return self._samples >= LAUNCHES or self._launches > LAUNCHES
 
     @property
     def _idle_in_s(self) -> float:

@@ -115,7 +115,9 @@ class RestoredGraphs:
         self._changed = threading.Condition()
         self._order = Restoring(sizes=tuple(sorted(self._recorded)), uses=dict(uses or {}))
         self._later, self._running, self._closing = later, False, False
-        self.took, self._pace = RestoreTimes(monotonic_s), Pace(monotonic_s)
+        self.took = RestoreTimes(monotonic_s)
+        self._pace = Pace(monotonic_s, None if behind is None else behind._pace)
+        self.sampled = self._pace.sampled
         self._graphs: GraphSet | None = None
         self._refused: GraphsRefused | None = None
         self._broken: NativeError | None = None
@@ -199,16 +201,14 @@ class RestoredGraphs:
             RestoreFailed: the driver refused a graph, or this one does not give what was recorded.
         """
         assert self._fallback is not None
-        size = kind.size
-        wanted = (
-            size in self._recorded and self._steps is not None and kind == self._steps.kind_of(size)
-        )
+        size, steps = kind.size, self._steps
+        wanted = size in self._recorded and steps is not None and kind == steps.kind_of(size)
         run = self._settle(size) if wanted else Run.EAGER
         if run is Run.EAGER:
             return self._fallback.supply(kind, step, output)
         if run is Run.WAIT:
             return None
-        device, steps = self._device, self._steps
+        device = self._device
         assert device is not None
         assert steps is not None
         if run is Run.LAUNCH_LIST:
