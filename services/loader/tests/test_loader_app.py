@@ -3,13 +3,17 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from pilotlight.common.buckets import NODES
-from pilotlight.common.errors import HostPoolFull, UriNotAllowed
+from pilotlight.common.errors import HostPoolFull, MachineUnfit, UriNotAllowed
 from pilotlight.common.testing import ReconnectingBus
+from pilotlight.dataplane.pool_pages import PoolPages
+from pilotlight.loader import app
+from pilotlight.loader.devices import FoundGpus
 from pilotlight.loader.testing import ALL, Cluster
 from pilotlight.policy.cluster import NodeFacts
 
@@ -106,3 +110,75 @@ print(*(os.environ["PILOTLIGHT_" + name] for name in names), os.environ.get("HF_
 client = PoolClient(Path(os.environ["PILOTLIGHT_POOL_SOCKET"]), SystemClock())
 asyncio.run(client.hello(os.environ["PILOTLIGHT_WORKER_ID"]))
 """
+
+
+class Pages(PoolPages):
+    """Says when it begins and that it was stopped."""
+
+    begun: ClassVar[asyncio.Event] = asyncio.Event()
+    stops: ClassVar[list[bool]] = []
+
+    async def start(self) -> None:
+        self.begun.set()
+        await super().start()
+
+    async def stop(self) -> None:
+        self.stops.append(self.begun.is_set())
+        await super().stop()
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "early", "ends"),
+    [
+        ({"pool_ahead": True, "worker_kind": "cpu"}, 0, True, False),
+        ({"worker_kind": "auto"}, 1, True, True),
+        ({"worker_kind": "auto"}, 0, False, True),
+        ({"worker_kind": "cpu"}, 1, False, True),
+    ],
+)
+async def test_a_pool_gets_its_memory_while_it_is_not_known_yet_which_gpus_there_are(
+    asked: dict[str, Any],
+    gpus: int,
+    early: bool,
+    ends: bool,
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for index in range(gpus):
+        (devices / f"nvidia{index}").touch()
+
+    async def find_none(*_: object, **__: object) -> FoundGpus:
+        if early:
+            async with asyncio.timeout(10):
+                await Pages.begun.wait()
+        return FoundGpus(why_none="the driver has none")
+
+    monkeypatch.setattr(Pages, "begun", asyncio.Event())
+    monkeypatch.setattr(Pages, "stops", [])
+    monkeypatch.setattr(app, "PoolPages", Pages)
+    monkeypatch.setattr(app, "DEVICES", devices)
+    monkeypatch.setattr(app, "find_gpus", find_none)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    await cluster.start(workers=0, **asked)
+    assert Pages.begun.is_set() is early
+    assert bool(Pages.stops) is ends, "workers on cores need no pool so soon"
+
+
+async def test_it_ends_where_gpus_cannot_be_told(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> FoundGpus:
+        async with asyncio.timeout(10):
+            await Pages.begun.wait()
+        return FoundGpus(why_none="the driver hangs", untold=True)
+
+    monkeypatch.setattr(Pages, "begun", asyncio.Event())
+    monkeypatch.setattr(Pages, "stops", [])
+    monkeypatch.setattr(app, "PoolPages", Pages)
+    monkeypatch.setattr(app, "find_gpus", fail)
+    with pytest.raises(MachineUnfit, match="the driver hangs"):
+        await cluster.start(pool_ahead=True, worker_kind="auto", workers=1)
+    assert Pages.stops == [True]

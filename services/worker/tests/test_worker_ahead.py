@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.engine import EngineUp, Shutdown, StageLoaded
 from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.engine_child import ahead
-from pilotlight.worker.engine_child.ahead import WARM_UP_AFTER_S, WarmUp, beside, open_context
+from pilotlight.worker.engine_child.ahead import (
+    WARM_UP_AFTER_S,
+    WarmUp,
+    beside,
+    context_ahead,
+    open_context,
+)
 from pilotlight.worker.engine_child.inbox import EARLY_PARTS, Inbox
 
 JOIN_S = 10.0
@@ -45,6 +52,26 @@ def test_a_device_without_a_context_is_told_of_by_who_opens_it(
     fake.fail("cuDevicePrimaryCtxRetain", 2)
     open_context(fake.path)
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER", "as somebody wanted it"
+
+
+@pytest.mark.parametrize(
+    ("shown", "gpus", "begins"),
+    [(None, 1, True), ("1", 2, True), (None, 2, False), ("0,1", 2, False), ("", 1, False)],
+)
+def test_the_context_of_an_only_gpu_is_made_before_it_is_told_which_one_is_its_own(
+    shown: str | None, gpus: int, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    for index in range(gpus):
+        (tmp_path / f"nvidia{index}").touch()
+    (tmp_path / "nvidiactl").touch()
+    made: list[bool] = []
+    thread = context_ahead(lambda: made.append(True), tmp_path)
+    if thread is not None:
+        thread.join(JOIN_S)
+    assert bool(made) is begins
 
 
 def test_a_module_comes_when_something_of_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

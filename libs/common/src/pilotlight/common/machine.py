@@ -15,6 +15,7 @@ INHERITED = Path("-")
 END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
 """Environment variable with the supervisor's pid: a service stops in order when that process dies.
 """
+DEVICES = Path("/dev")
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -42,3 +43,17 @@ def shown_gpus(cuda_devices: Sequence[str]) -> dict[str, str]:
         # Indexes count as nvidia-smi does, and not the fastest first.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+
+
+def gpus_shown(shown: str | None, devices: Path = DEVICES) -> int:
+    """How many GPUs a process will probably see: as many as there are files of, and as it is shown.
+    Asks no driver.
+
+    Args:
+        shown: its ``CUDA_VISIBLE_DEVICES``.
+        devices: the folder with a file for each device of the machine.
+    """
+    there = sum(
+        path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia[0-9]*")
+    )
+    return there if shown is None else min(there, sum(map(bool, shown.split(","))))

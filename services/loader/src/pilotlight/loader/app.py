@@ -63,7 +63,7 @@ from pilotlight.policy.model import Model
 log = structlog.get_logger()
 
 SHARED_MEMORY = Path("/dev/shm")
-CORES_FOR_FILLING, MOST_FILLING = 8, 4
+CORES_FOR_FILLING, MOST_FILLING = 4, 8
 """Threads that take the pool's memory ahead: one for so many cores, and so many at most."""
 ASKS = 5
 """For the newest epoch, before a loader gives up; its supervisor starts it again."""

@@ -8,7 +8,8 @@ are most of what a cold machine's first token waits for.
     engine       [ imports .................................................... waits )[ device, up
 
 Such a worker is told at its standard input what it is. It ends when this loader does before it has
-been told, or closes that without a word. It opens no device and speaks with nobody before.
+been told, or closes that without a word. It speaks with nobody before, and opens no device; only
+its engine makes the context of a GPU that is the only one.
 
 Imports nothing that takes time. What variables say is a guess, which settings and devices have the
 last word on: a worker whose guess was wrong starts its engine again.
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from pilotlight.common.errors import PilotlightError
 from pilotlight.common.ids import worker_id_of
-from pilotlight.common.machine import END_WITH_PARENT, log_file
+from pilotlight.common.machine import DEVICES, END_WITH_PARENT, gpus_shown, log_file
 from pilotlight.common.procfs import look_at
 from pilotlight.loader.identity import node_id_of
 from pilotlight.loader.spawning import spawn
@@ -38,7 +39,6 @@ COMMAND = (sys.executable, "-m", "pilotlight.worker")
 MOST_AHEAD = 16
 """As many GPUs as a host has. More workers are simulations, or share its cores: their imports would
 keep each other waiting."""
-DEVICES = Path("/dev")
 
 
 def log_of(log_dir: Path, index: int) -> Path:
@@ -186,17 +186,9 @@ def guessed(environment: Mapping[str, str], devices: Path) -> tuple[str, int]:
     asked = environment.get("PILOTLIGHT_WORKERS", "")
     if kind == "sim":
         return kind, 0
-    gpus = 0 if kind == "cpu" else _gpus(environment.get("CUDA_VISIBLE_DEVICES"), devices)
+    gpus = 0 if kind == "cpu" else gpus_shown(environment.get("CUDA_VISIBLE_DEVICES"), devices)
     count = int(asked) if asked else max(1, gpus)
     return "cuda" if kind == "cuda" or 0 < count <= gpus else "cpu", count
-
-
-def _gpus(shown: str | None, devices: Path) -> int:
-    """As many as there are files of, and as this process is shown."""
-    there = sum(
-        path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia[0-9]*")
-    )
-    return there if shown is None else min(there, sum(map(bool, shown.split(","))))
 
 
 def _lives(pid_path: Path) -> bool:

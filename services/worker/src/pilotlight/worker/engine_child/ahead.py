@@ -14,10 +14,12 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pilotlight.common.clock import Clock
+from pilotlight.common.machine import DEVICES, gpus_shown
 from pilotlight.native.device import LIBCUDA, Device
 from pilotlight.native.library import NativeError, NativeUnavailable
 
@@ -95,6 +97,20 @@ def open_context(driver: str = LIBCUDA) -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     with suppress(NativeError, NativeUnavailable):
         Device(0, driver)
+
+
+def context_ahead(
+    work: Callable[[], None] = open_context, devices: Path = DEVICES
+) -> threading.Thread | None:
+    """Makes the context of the only GPU that this process can see, before it is told which one is
+    its own; None where that is not known.
+
+    Args:
+        work: what makes it.
+        devices: the folder with a file for each device of the machine.
+    """
+    only = gpus_shown(os.environ.get("CUDA_VISIBLE_DEVICES"), devices) == 1
+    return beside("context", work) if only else None
 
 
 def read_compiler() -> None:

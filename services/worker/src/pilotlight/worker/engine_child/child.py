@@ -4,7 +4,8 @@ Torch is imported here, and nowhere in the parent.
 
 One Python thread, no asyncio. It never outlives its parent: the kernel kills it when the parent
 dies, and it ends by itself when the socket closes. A GPU's child is shown that one device alone
-(``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine.
+(``CUDA_VISIBLE_DEVICES``), and opens it when it becomes the engine; one that was started ahead
+makes the context before, where the machine has one GPU only.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from pilotlight.policy.shown import EngineStart
 from pilotlight.worker.engine_child.ahead import (
     WarmUp,
     beside,
+    context_ahead,
     import_engine,
     open_context,
     read_compiler,
@@ -65,13 +67,15 @@ def main(arguments: Sequence[str]) -> int:
     kind = DeviceKind(options.device)
     if options.spare and not _wait_to_be_promoted(connection, kind):
         return 0
-    importing = None
+    importing = context = None
     if options.ahead:
-        importing = beside("import", partial(import_engine, cuda=kind is DeviceKind.CUDA))
+        cuda = kind is DeviceKind.CUDA
+        importing = beside("import", partial(import_engine, cuda=cuda))
+        context = context_ahead() if cuda and not options.record_images else None
         if not _is_promoted(connection):
             return 0
     try:
-        _serve(connection, options, kind, clock, faults, importing)
+        _serve(connection, options, kind, clock, faults, importing, context)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
         _end_at_once(connection, error)
     return 0
@@ -84,6 +88,7 @@ def _serve(
     clock: Clock,
     faults: Faults,
     importing: threading.Thread | None,
+    context: threading.Thread | None,
 ) -> None:
     """Open the device, and be the engine until the parent ends it or is gone.
 
@@ -97,8 +102,7 @@ def _serve(
     cuda = kind is DeviceKind.CUDA
     # Images are kept from before there is a context. A spare has all of this behind it but for the
     # context, for which it imports nothing meanwhile.
-    context = None
-    if cuda and not options.spare and not options.record_images:
+    if cuda and context is None and not options.spare and not options.record_images:
         context = beside("context", open_context)
     # Here and not above: it takes a second or more, and a death meanwhile must not leave an orphan.
     if importing is not None:
@@ -301,7 +305,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--spare", action="store_true", help="import, then wait to be promoted")
     parser.add_argument(
-        "--ahead", action="store_true", help="import, and open no device before the parent says so"
+        "--ahead", action="store_true", help="import, and be the engine when the parent says so"
     )
     parser.add_argument(
         "--record-images", action="store_true", help="keep images of kernels, to write graphs down"

@@ -22,8 +22,8 @@ LOG_DIR = ".pilotlight/logs"
 
 
 class ChildAhead:
-    """A child that was started before there was a loop to speak with it: it imports, and opens no
-    device before it is taken (``child_process.begun``).
+    """A child that was started before there was a loop to speak with it: it imports, and has
+    no device before it is taken (``child_process.begun``), but for the context of an only GPU.
     """
 
     def __init__(self, options: ChildOptions) -> None:
