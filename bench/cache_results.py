@@ -4,8 +4,12 @@
 figures of the others do not hang on it. Such measurements say so in ``renewed``.
 
 LINES is what one run has printed, or several together; COMMIT the commit that they ran at; LOAD
-what else the machine did: simulated figures do not depend on it, those of an access do. Of each
-seed only the seconds of loads for each request are kept; all else is a mean over seeds.
+what else the machine did: simulated figures do not depend on it, those of an access do.
+
+Of each seed only the seconds of loads for each request are kept (``samples``); all else is a mean
+over seeds: ``policies`` has a row for each policy, of the document's ``columns``. What follows from
+samples is not written, for the file is large as it is: a policy's mean, that over ``optimum``, and
+what it closes of the gap between LRU and the true rates or ``bound``.
 """
 
 import datetime
@@ -15,23 +19,21 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from cache import CDF_QUANTILES
 from cold_start import machine
 
 from pilotlight.sim.cache.scenarios import REPORTED_ON
 
 ROOT = Path(__file__).resolve().parents[1]
 Line = dict[str, Any]
-KEPT = ("hit_ratio", "p99_load_s", "reloads", "throughput_per_s", "load_s_quantiles")
-"""Of each policy, with four digits; of the two other sets of sizes, their means alone are kept."""
+KEPT = ("hit_ratio", "reloads", "throughput_per_s")
+COLUMNS = (*KEPT, *(f"load_s_p{100 * share:g}" for share in CDF_QUANTILES))
+"""Of each policy, with four digits; of the two other sets of sizes, samples alone are kept."""
 LINE_WIDTH = 320
-CLOSED = ("closes_of_true_rates", "closes_of_bound")
-DERIVED = {*CLOSED, "over_optimum"}
-"""Of other policies' figures too."""
 RESULTS = ROOT / "bench/results/cache.json"
 
 
@@ -68,20 +70,9 @@ def renewed(
         known = by_what[one["what"]]
         known["samples"][policy] = one["samples"][policy]
         known["renewed"] = {**known.get("renewed", {}), policy: commit}
-        for part in ("hit_ratios", "told_of_alone"):
+        for part in ("policies", "hit_ratios", "told_of_alone"):
             if part in known:
                 known[part][policy] = one[part][policy]
-        if "policies" not in known:
-            continue
-        of = {name: fmean(samples) for name, samples in known["samples"].items()}
-        figures = known["policies"][policy]
-        figures |= {name: one["policies"][policy][name] for name in figures.keys() - DERIVED}
-        if "over_optimum" in figures:
-            figures["over_optimum"] = _short(of[policy] / known["optimum"])
-        references = dict(zip(CLOSED, (of.get("true-rates"), known.get("bound")), strict=True))
-        for name, least_s in references.items():
-            if name in figures and least_s is not None:
-                figures[name] = _short((of["lru"] - of[policy]) / (of["lru"] - least_s))
     return list(by_what.values())
 
 
@@ -113,32 +104,30 @@ def _measured(cell: list[Line]) -> dict[str, Any]:
             },
         }
     of = "reload_s_per_request" if first["part"] == "modern" else "load_s_per_request"
-    kept = KEPT if first.get("sizes", "large") == "large" else ()
-    policies = {
-        one["policy"]: {
-            "mean": _short(one[of]),
-            **{name: _shortened(one[name]) for name in kept},
-            **{name: _shortened(one[name]) for name in (*CLOSED, "over_optimum") if name in one},
-        }
+    rows = {
+        one["policy"]: [_short(one[name]) for name in KEPT]
+        + [_short(value_s) for value_s in one["load_s_quantiles"].values()]
         for one in cell
     }
+    policies = {"policies": rows} if first.get("sizes", "large") == "large" else {}
     share = f"cache of {first['share']:.0%}"
     if first["part"] == "modern":
+        bound_s = first["bound_reload_s"]
         return {
             "what": f"{first['scenario']}, {share}",
             "unit": "seconds of reloads for each request",
-            "bound": _shortened(first["bound_reload_s"]),
+            "bound": None if bound_s is None else _short(bound_s, 6),
             "samples": {one["policy"]: one["of_each_seed"][of] for one in cell},
-            "policies": policies,
+            **policies,
         }
     drift = "" if first["drift_s"] is None else f", drift each {first['drift_s']:.0f} s"
     series = "periods of drift: " if first["part"] == "drift" else ""
     return {
         "what": f"{series}seven models, {first['sizes']}, {first['pairing']}{drift}, {share}",
         "unit": "seconds of loads for each request",
-        "optimum": _short(first["optimum_load_s"]),
+        "optimum": _short(first["optimum_load_s"], 6),
         "samples": {one["policy"]: one["of_each_seed"][of] for one in cell},
-        "policies": policies,
+        **policies,
     }
 
 
@@ -158,14 +147,8 @@ def readable(value: object, depth: int = 0) -> str:
     return f"{opens}\n{inner}" + f",\n{inner}".join(entries) + f"\n{outer}{closes}"
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _shortened(one) for name, one in value.items()}
-    return _short(value) if isinstance(value, int | float) else value
+def _short(value: float, digits: int = 4) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def main() -> None:
@@ -193,7 +176,8 @@ def main() -> None:
     if len(sys.argv) > 4:
         recorded = json.loads(RESULTS.read_text())["measurements"]
         found = renewed(recorded, found, sys.argv[4], commit)
-    RESULTS.write_text(readable({"benchmark": "cache", "measurements": found}) + "\n")
+    document = {"benchmark": "cache", "columns": COLUMNS, "measurements": found}
+    RESULTS.write_text(readable(document) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Pictures of ``bench/results/cache.json``: mCache's workloads, and the modern mix."""
 
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,9 +23,9 @@ def draw_mix(axes: Axes, measurements: Measurements) -> None:
     shares = (5, 10, 16, 40)
     found = [measurements[f"modern, cache of {share}%"] for share in shares]
     for name, (label, color, marker) in LOOKS.items():
-        means = [one["policies"][name]["mean"] for one in found]
+        means = [fmean(one["samples"][name]) for one in found]
         axes.plot(range(len(shares)), means, color=color, marker=marker, label=label, linewidth=1.5)
-    known = [one["policies"]["true-rates"]["mean"] for one in found]
+    known = [fmean(one["samples"]["true-rates"]) for one in found]
     axes.plot(range(len(shares)), known, color=INK, linestyle="--", linewidth=1, label="true rates")
     bound = [one["bound"] for one in found]
     axes.plot(range(len(shares)), bound, color=INK, linestyle=":", linewidth=1, label="lower bound")
@@ -45,7 +46,7 @@ def draw_drift(axes: Axes, measurements: Measurements) -> None:
         for one in periods
     ]
     for name, (label, color, marker) in LOOKS.items():
-        over = [one["policies"][name]["over_optimum"] for one in found]
+        over = [fmean(one["samples"][name]) / one["optimum"] for one in found]
         axes.plot(range(len(periods)), over, color=color, marker=marker, label=label, linewidth=1.5)
     axes.axhline(1, color=INK, linestyle="--", linewidth=1)
     axes.set_xticks(range(len(periods)), [one or "never" for one in periods])
@@ -62,7 +63,7 @@ def draw_paper(axes: Axes, measurements: Measurements) -> None:
     shares = (20, 40, 60, 80, 100)
     found = [measurements[f"seven models, large, random, cache of {share}%"] for share in shares]
     for name, (label, color, marker) in LOOKS.items():
-        over = [one["policies"][name]["over_optimum"] for one in found]
+        over = [fmean(one["samples"][name]) / one["optimum"] for one in found]
         axes.plot(range(len(shares)), over, color=color, marker=marker, label=label, linewidth=1.5)
     axes.axhline(1, color=INK, linestyle="--", linewidth=1)
     axes.set_xticks(range(len(shares)), [f"{share} %" for share in shares])

@@ -1,5 +1,6 @@
 """What a user does with the dashboard, in a browser and on a whole system."""
 
+import gzip
 import hashlib
 import os
 from pathlib import Path
@@ -358,5 +359,6 @@ async def test_a_chosen_theme_stays(system: RunningSystem, open_tab: Any) -> Non
 
 def test_axe_is_the_one_that_is_named() -> None:
     vendor = Path(__file__).parent / "vendor"
-    digest = hashlib.sha256((vendor / "axe.min.js").read_bytes()).hexdigest()
+    script = gzip.decompress((vendor / "axe.min.js.gz").read_bytes())
+    digest = hashlib.sha256(script).hexdigest()
     assert f"`{digest}`" in (vendor / "README.md").read_text()

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -19,7 +20,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lines_become_measurements() -> None:
     from cache import DRIFT, measured, paper_cell, worked
-    from cache_results import measurements
+    from cache_results import COLUMNS, measurements
 
     make = partial(paper_workload, Pairing.RANDOM, drift=DRIFT)
     names = ["lru", "lfu"]
@@ -46,8 +47,13 @@ def test_lines_become_measurements() -> None:
     for name in names:
         wanted = [round(one.load_s_per_request, 5) for one in results[name]]
         assert found["samples"][name] == wanted
-        assert found["policies"][name]["over_optimum"] > 1.0
-    assert found["policies"]["lru"]["over_optimum"] < found["policies"]["lfu"]["over_optimum"]
+        assert fmean(found["samples"][name]) > found["optimum"]
+        row = dict(zip(COLUMNS, found["policies"][name], strict=True))
+        assert row["load_s_p99"] == pytest.approx(
+            fmean(one.quantile_s(0.99) for one in results[name]), rel=1e-3
+        )
+    (small,) = measurements([{**line, "sizes": "base"} for line in lines], {})
+    assert (small["samples"], "policies" in small) == (found["samples"], False)
 
 
 def test_one_policy_is_renewed_beside_the_others() -> None:
@@ -55,33 +61,14 @@ def test_one_policy_is_renewed_beside_the_others() -> None:
 
     before = {
         "what": "w",
-        "bound": 1.0,
-        "samples": {"lru": [4.0, 6.0], "ours": [4.0, 4.0], "true-rates": [3.0, 3.0]},
-        "policies": {
-            "lru": {"mean": 5.0},
-            "ours": {
-                "mean": 4.0,
-                "reloads": 9.0,
-                "closes_of_true_rates": 0.5,
-                "closes_of_bound": 0.25,
-            },
-        },
+        "samples": {"lru": [4.0, 6.0], "ours": [4.0, 4.0]},
+        "policies": {"lru": [0.5, 8.0], "ours": [0.6, 9.0]},
     }
-    run = {
-        "what": "w",
-        "samples": {"ours": [3.0, 4.0]},
-        "policies": {"ours": {"mean": 3.5, "reloads": 7.0}},
-    }
+    run = {"what": "w", "samples": {"ours": [3.0, 4.0]}, "policies": {"ours": [0.7, 7.0]}}
     (found,) = renewed([before], [run], "ours", "abcdef0")
     assert found["renewed"] == {"ours": "abcdef0"}
-    assert found["samples"]["ours"] == [3.0, 4.0]
-    assert found["samples"]["lru"] == [4.0, 6.0]
-    assert found["policies"]["ours"] == {
-        "mean": 3.5,
-        "reloads": 7.0,
-        "closes_of_true_rates": 0.75,
-        "closes_of_bound": 0.375,
-    }
+    assert found["samples"] == {"lru": [4.0, 6.0], "ours": [3.0, 4.0]}
+    assert found["policies"] == {"lru": [0.5, 8.0], "ours": [0.7, 7.0]}
 
 
 def test_results_are_lines_that_can_be_read() -> None:
