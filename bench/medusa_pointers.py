@@ -123,7 +123,7 @@ def medusa(shape: str, folder: Path) -> Told:
     told = watch.total()
     told |= {"trigger_s": triggered_s - began_s, "restore_s": restored_s - triggered_s}
     plan.prove()
-    took = plan.took_ms
+    took = plan.took.steps
     rebuild_ms = sum(took[f"all_{part}"] for part in ("nodes", "instantiate", "upload"))
     told |= {"rebuild_s": rebuild_ms / 1e3, "images_s": took["all_images"] / 1e3}
     model.ask()

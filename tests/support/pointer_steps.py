@@ -118,7 +118,7 @@ def restore(folder: Path, way: str) -> dict[str, Any]:
             "taken": offered[0]["taken"] if offered else 0,
             "from_images": offered[0]["from_images"] if offered else -1,
             "first_from_image": offered[0]["first_from_image"] if offered else "",
-            "took_ms": dict(plan.took_ms),
+            "took_ms": dict(plan.took.steps),
         }
         if failed:
             break

@@ -252,7 +252,7 @@ def _told(plan: RestoredGraphs, found: dict[str, str], failed: str) -> dict[str,
         "proved": news.proved,
         "refused": news.refused,
         "message": news.message,
-        "took_ms": dict(plan.took_ms),
+        "took_ms": dict(plan.took.steps),
     }
 
 

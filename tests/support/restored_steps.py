@@ -341,7 +341,7 @@ def restore_one(arena: CudaArena, folder: Path, kind: str, way: str) -> dict[str
         "stage_s": round(built_s, 3),
         "first_s": round(first_s, 3),
         "all_s": round(time.perf_counter() - began_s, 3),
-        "took_ms": dict(plan.took_ms),
+        "took_ms": dict(plan.took.steps),
     }
     if not failed:
         stage.compute.close()

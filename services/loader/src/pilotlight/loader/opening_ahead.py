@@ -1,8 +1,9 @@
 """The proof that torch opens a GPU, which a new node wants before it plans its workers. It is begun
-before the loader itself has imported anything, since most of it is the import of torch.
+before the loader itself has imported anything, and does not import torch, which takes seconds: the
+library through which torch reaches CUDA says how many GPUs it sees, as ``torch.cuda.init`` asks it.
 
 Imports nothing that takes time. Only its success counts. In any other case the proof is done as if
-there had been none ahead, and that tells why.
+there had been none ahead, by torch itself, and that tells why.
 """
 
 import os
@@ -17,9 +18,17 @@ from pilotlight.loader.spawning import spawn
 from pilotlight.loader.workers_ahead import DEVICES, guessed, inherited, state_dir_of
 
 OPEN = "import torch; torch.cuda.init()"
+_OPEN_WITHOUT_TORCH = """
+import ctypes, importlib.util, os
+torch = os.path.dirname(importlib.util.find_spec("torch").origin)
+# The runtime is the one that this library names, wherever torch's packages have put it.
+cuda = ctypes.CDLL(os.path.join(torch, "lib", "libc10_cuda.so"))
+count = ctypes.c_int()
+assert cuda.cudaGetDeviceCount(ctypes.byref(count)) == 0 and count.value
+"""
 _END_WITH_LOADER = "import ctypes; ctypes.CDLL(None).prctl(1, 9)"
 """``PR_SET_PDEATHSIG``, ``SIGKILL``: where the driver hangs, each loader would leave one behind."""
-COMMAND = (sys.executable, "-c", f"{_END_WITH_LOADER}; {OPEN}")
+COMMAND = (sys.executable, "-c", f"{_END_WITH_LOADER}\n{_OPEN_WITHOUT_TORCH}")
 
 
 def record_path_of(state_dir: Path) -> Path:
@@ -28,7 +37,7 @@ def record_path_of(state_dir: Path) -> Path:
 
 
 class OpeningAhead:
-    """A process in which torch opens a GPU; or none, which has opened none."""
+    """A process in which what torch brings opens a GPU; or none, which has opened none."""
 
     def __init__(self) -> None:
         """None."""
@@ -74,7 +83,7 @@ class OpeningAhead:
         self._reaper.start()
 
     def opened(self, deadline_s: float) -> bool:
-        """Whether torch has opened a GPU; blocks until that is known. A process that takes longer
+        """Whether it has opened a GPU; blocks until that is known. A process that takes longer
         is killed, and left to itself if it does not end by that.
 
         Args:

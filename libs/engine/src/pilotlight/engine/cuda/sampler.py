@@ -1,5 +1,6 @@
 """From logits to tokens on a CUDA device; see ``device.sampler``, which it follows."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,10 @@ _ABSENT = -(1 << 31)
 _PATIENCE_S = 0.05
 """Steps are shorter but for large prompts, and where the device has failed, which only the driver
 tells."""
+
+KEPT = 2
+"""Tokens that stay for this many launches, though nobody wants them any more: to let go of memory
+that the driver has pinned, and of an event, asks the driver, which may be loading a kernel then."""
 
 
 class CudaTokens:
@@ -70,6 +75,7 @@ class CudaSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._max_rows = 0
+        self._kept: deque[CudaTokens] = deque(maxlen=KEPT)
 
     @torch.inference_mode()
     def __call__(
@@ -123,7 +129,9 @@ class CudaSampler:
         chosen = torch.empty(rows, dtype=torch.int32, device=self._device)
         temperatures = there[:2].view(-1).view(torch.float64)
         sampling.sample(logits, temperatures, (there[2], there[3]), there[4], self._scratch, chosen)
-        return CudaTokens(chosen, logprobs_of(logits, chosen, specs))
+        tokens = CudaTokens(chosen, logprobs_of(logits, chosen, specs))
+        self._kept.append(tokens)
+        return tokens
 
 
 def _on_its_way(values: Tensor) -> Tensor:
