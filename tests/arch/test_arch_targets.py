@@ -51,7 +51,9 @@ def test_tests_on_whole_systems_lie_where_they_are_looked_for() -> None:
     """Both targets look there alone, unless they are told where: `SYSTEMS` in the Makefile."""
     marked = re.compile(r"\bmark\.(e2e|smoke)\b")
     modules = [
-        path for folder in ("libs", "services", "tools") for path in (ROOT / folder).rglob("test_*.py")
+        path
+        for folder in ("libs", "services", "tools")
+        for path in (ROOT / folder).rglob("test_*.py")
     ]
     assert modules
     assert [path for path in modules if marked.search(path.read_text())] == []
