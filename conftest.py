@@ -3,11 +3,14 @@ fixtures made from them.
 """
 
 import asyncio
+import gc
 import secrets
 import socket
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 
+import httpcore2
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -33,11 +36,29 @@ NOT_DURABLE = {
 }
 
 
+def pytest_collection_finish() -> None:
+    """All that the modules of thousands of tests hold stays to the end. A full collection that
+    looks through it takes half a second, and some tests ask for one.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Generator[None]:
+    """HTTP clients of a process share one: each reads the system's certificates into its own, which
+    takes longer than most tests, and tests' servers have none.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpcore2, "default_ssl_context", cache(httpcore2.default_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,19 @@ def test_a_test_is_run_once_by_what_continuous_integration_runs(
     assert len(found) == (1 if whole or not special else 0)
 
 
+def test_tests_on_whole_systems_lie_where_they_are_looked_for() -> None:
+    """Both targets look there alone, unless they are told where: `SYSTEMS` in the Makefile."""
+    marked = re.compile(r"\bmark\.(e2e|smoke)\b")
+    modules = [
+        path
+        for folder in ("libs", "services", "tools")
+        for path in (ROOT / folder).rglob("test_*.py")
+    ]
+    assert modules
+    assert [path for path in modules if marked.search(path.read_text())] == []
+    assert any(marked.search(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
 def test_continuous_integration_runs_them_in_order() -> None:
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in commands if line.startswith("make ")] == [

@@ -4,6 +4,7 @@ Made on the spot; nothing is downloaded.
 """
 
 import json
+from functools import cache
 from typing import Any
 
 from tokenizers import (
@@ -29,6 +30,7 @@ CORPUS = (
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
+@cache
 def byte_level_json(vocab_size: int = 400) -> str:
     """A ``tokenizer.json`` like those of Llama 3 and Qwen: byte-level BPE.
 
@@ -47,6 +49,7 @@ def byte_level_json(vocab_size: int = 400) -> str:
     return _finished(made)
 
 
+@cache
 def ascii_json() -> str:
     """A ``tokenizer.json`` of 102 tokens, one for each printable ASCII character and a few more:
     for models with tiny vocabularies.
@@ -62,6 +65,7 @@ def ascii_json() -> str:
     return _finished(made)
 
 
+@cache
 def byte_fallback_json(vocab_size: int = 300) -> str:
     """A ``tokenizer.json`` like Llama 2's: words begin with ``▁``, what the vocabulary lacks is
     spelled in byte tokens.

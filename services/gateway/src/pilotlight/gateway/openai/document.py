@@ -3,6 +3,7 @@ into.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -215,8 +216,9 @@ _ROUTES = (
 )
 
 
+@cache
 def openapi_document(version: str) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """OpenAPI 3.1; no caller changes what it gets."""
     kinds = list(
         dict.fromkeys(
             kind
