@@ -258,9 +258,9 @@ class HeldBack(ArchiveOnDevice):
 
     may = threading.Event()
 
-    def build(self, size: int) -> None:
+    def build(self, size: int, between: Callable[[], None]) -> None:
         self.may.wait()
-        super().build(size)
+        super().build(size, between)
 
 
 class Listed(RestoredGraphs):

@@ -206,6 +206,17 @@ def test_failed_cold_starts_slow_the_next_ones_down() -> None:
     assert plan([model()], later, [demand()]).starts
 
 
+@pytest.mark.parametrize(("used_s", "starts"), [(0.05, True), (0.2, False)])
+def test_failures_before_an_instance_that_has_served_and_ended_are_forgiven(
+    used_s: float, starts: bool
+) -> None:
+    """As where a node dies now and then: each time a start had been planned for it."""
+    failed = [instance(instance_id=f"f{n}", state=S.FAILED, since_s=NOW_S - 0.1) for n in range(3)]
+    lost = instance(instance_id="lost", state=S.FAILED, since_s=NOW_S, used_s=NOW_S - used_s)
+    assert bool(plan([model()], [*failed, replace(lost, served=True)], [demand()]).starts) is starts
+    assert not plan([model()], [*failed, lost], [demand()]).starts, "it has not served"
+
+
 def test_requests_that_are_expected_get_their_instances_at_once() -> None:
     """Twenty wait; two a second come, and a start takes ten seconds."""
     windows = ArrivalWindows(NOW_S - 100)
