@@ -1,7 +1,6 @@
 """The proof that torch opens a GPU, begun before its loader has imported anything."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -18,27 +17,65 @@ from pilotlight.loader import __main__, devices, opening_ahead
 from pilotlight.loader.devices import FoundGpus, find_gpus
 from pilotlight.loader.opening_ahead import OpeningAhead, record_path_of
 from pilotlight.loader.testing import Cluster
+from pilotlight.native.building import compiler
 
 DEADLINE_S = 60.0
-FAILS = "raise RuntimeError('the driver is too old')"
-KILLED = "os.kill(os.getpid(), 9)"
-WAITS = "open(os.environ['GATE'])"
-TELLS = "open(os.environ['TOLD'], 'w').write(json.dumps(dict(os.environ)))"
+OPENS, NONE, FAILS, KILLED, WAITS = "opens", "none", "fails", "killed", "waits"
+RUNTIME = """
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+extern char **environ;
+extern "C" int cudaGetDeviceCount(int *count) {
+    if (const char *told = getenv("TOLD")) {
+        FILE *file = fopen(told, "w");
+        for (char **one = environ; *one; one++) fwrite(*one, 1, strlen(*one) + 1, file);
+        fclose(file);
+    }
+    const char *does = getenv("DOES");
+    if (!strcmp(does, "killed")) kill(getpid(), SIGKILL);
+    if (!strcmp(does, "waits")) fclose(fopen(getenv("GATE"), "r"));
+    *count = strcmp(does, "none") ? 2 : 0;
+    return strcmp(does, "fails") ? 0 : 35;
+}
+"""
+"""Of the library that torch has for CUDA: it says who asks, and does as it is told."""
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library."""
+    found = compiler()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("runtime")
+    (folder / "runtime.cpp").write_text(RUNTIME)
+    made = folder / "libc10_cuda.so"
+    subprocess.run(
+        [found, "-shared", "-fPIC", str(folder / "runtime.cpp"), "-o", str(made)], check=True
+    )
+    return made
 
 
 class Node:
     """A machine with two GPUs, no state, and a torch that does as it is told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, runtime: Path) -> None:
         self.state = folder / "state"
         self.devices = folder / "dev"
         self.gate = folder / "gate"
         self.told = folder / "told"
         self._modules = folder / "modules"
-        for made in (self.state, self.devices, self._modules):
-            made.mkdir()
+        self.library = self._modules / "torch" / "lib" / "libc10_cuda.so"
+        for made in (self.state, self.devices, self.library.parent):
+            made.mkdir(parents=True)
         os.mkfifo(self.gate)
+        self.library.symlink_to(runtime)
         self.gpus(2)
+        self.does, self.asked = OPENS, False
         self.torch("pass")
 
     def gpus(self, count: int) -> None:
@@ -48,8 +85,9 @@ class Node:
             (self.devices / f"nvidia{index}").touch()
 
     def torch(self, opening: str) -> None:
-        (self._modules / "torch.py").write_text(
-            f"import json, os\nclass cuda:\n    @staticmethod\n    def init():\n        {opening}\n"
+        """What ``torch.cuda.init`` does, if somebody imports torch."""
+        (self._modules / "torch" / "__init__.py").write_text(
+            f"class cuda:\n    @staticmethod\n    def init():\n        {opening}\n"
         )
 
     @property
@@ -60,7 +98,8 @@ class Node:
             "PILOTLIGHT_STATE_DIR": str(self.state),
             "PYTHONPATH": str(self._modules),
             "GATE": str(self.gate),
-            "TOLD": str(self.told),
+            "DOES": self.does,
+            **({"TOLD": str(self.told)} if self.asked else {}),
         }
 
     def begin(self, **asked: str) -> OpeningAhead:
@@ -72,8 +111,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(tmp_path: Path, runtime: Path) -> Node:
+    return Node(tmp_path, runtime)
 
 
 def pid_of(opening: OpeningAhead) -> int:
@@ -113,17 +152,28 @@ def test_what_an_earlier_run_has_kept_is_not_proven_again(node: Node) -> None:
 
 
 def test_torch_sees_what_the_loader_is_shown_and_none_of_its_secrets(node: Node) -> None:
-    node.torch(TELLS)
+    node.asked = True
     assert node.begin(CUDA_VISIBLE_DEVICES="1,0", HF_TOKEN="hf").opened(DEADLINE_S)
-    told = json.loads(node.told.read_text())
+    lines = node.told.read_text().split("\0")
+    told = dict(line.split("=", 1) for line in lines if "=" in line)
     assert (told["CUDA_VISIBLE_DEVICES"], told["CUDA_DEVICE_ORDER"]) == ("1,0", "PCI_BUS_ID")
     assert "HF_TOKEN" not in told
 
 
-@pytest.mark.parametrize("opening", [FAILS, KILLED])
-def test_a_process_that_fails_has_opened_none(opening: str, node: Node) -> None:
-    node.torch(opening)
+@pytest.mark.parametrize("does", [FAILS, NONE, KILLED])
+def test_a_process_that_fails_has_opened_none(does: str, node: Node) -> None:
+    node.does = does
     assert not node.begin().opened(DEADLINE_S)
+
+
+def test_torch_without_cuda_opens_none(node: Node) -> None:
+    node.library.unlink()
+    assert not node.begin().opened(DEADLINE_S)
+
+
+def test_torch_itself_is_not_imported(node: Node) -> None:
+    (node.library.parents[1] / "__init__.py").write_text("raise ImportError('it takes seconds')")
+    assert node.begin().opened(DEADLINE_S)
 
 
 def test_one_that_cannot_be_started_has_opened_none(
@@ -137,7 +187,7 @@ def test_one_that_cannot_be_started_has_opened_none(
 
 @pytest.mark.anyio
 async def test_one_that_hangs_has_opened_none_and_is_ended(node: Node) -> None:
-    node.torch(WAITS)
+    node.does = WAITS
     opening = node.begin()
     pid = pid_of(opening)
     assert not opening.opened(0.1)
@@ -146,7 +196,7 @@ async def test_one_that_hangs_has_opened_none_and_is_ended(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_one_that_ends_is_reaped_where_nobody_asks(node: Node) -> None:
-    node.torch(WAITS)
+    node.does = WAITS
     pid = pid_of(node.begin())
     node.let_go()
     await until(gone(pid))
@@ -154,7 +204,7 @@ async def test_one_that_ends_is_reaped_where_nobody_asks(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_a_loader_whose_workers_are_others_ends_it(node: Node, cluster: Cluster) -> None:
-    node.torch(WAITS)
+    node.does = WAITS
     opening = node.begin()
     pid = pid_of(opening)
     await cluster.start(worker_kind="sim", opening=opening)
@@ -170,7 +220,8 @@ async def test_why_none_is_opened_is_found_after_it(
     monkeypatch.setattr(devices, "list_gpus", lambda: (gpu,))
     monkeypatch.setattr(devices, "unusable", lambda: "")
     monkeypatch.setenv("PYTHONPATH", node.variables["PYTHONPATH"])
-    node.torch(FAILS)
+    node.does = FAILS
+    node.torch("raise RuntimeError('the driver is too old')")
     opening = node.begin()
     assert await find_gpus("auto", {}, opening=opening) == FoundGpus(
         why_none="torch does not open H200 GPU-0 with driver 580.0: RuntimeError: the driver is too old"
@@ -187,9 +238,9 @@ open(os.environ["TOLD"]).read()
 print(opening._pid, flush=True)
 os._exit(0)
 """
-    # It says so when it is as far as torch.
+    # It says so when it is as far as the driver.
     os.mkfifo(node.told)
-    node.torch(f"{TELLS}; {WAITS}")
+    node.does, node.asked = WAITS, True
     done = subprocess.run(
         [sys.executable, "-c", program, str(node.devices)],
         env=node.variables,
