@@ -16,6 +16,7 @@ from pilotlight.common.errors import BadRequest, BusUnavailable
 from pilotlight.common.faults import Faults
 from pilotlight.common.fitness import check_shared_memory
 from pilotlight.common.ids import worker_id_of
+from pilotlight.common.machine import DEVICES
 from pilotlight.common.messages.hold import LEADING_KEY, Leading
 from pilotlight.common.phase_reports import reported_phases
 from pilotlight.common.service import Application, Context, check_or_warn
@@ -49,7 +50,6 @@ from pilotlight.loader.supervise import WorkerPlan, WorkerSupervisor
 from pilotlight.loader.verifications import Verifications
 from pilotlight.loader.workers_ahead import (
     COMMAND,
-    DEVICES,
     WorkersAhead,
     guessed,
     inherited,

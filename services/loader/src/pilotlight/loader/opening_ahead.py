@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from pilotlight.common.machine import DEVICES
 from pilotlight.loader.spawning import spawn
-from pilotlight.loader.workers_ahead import DEVICES, guessed, inherited, state_dir_of
+from pilotlight.loader.workers_ahead import guessed, inherited, state_dir_of
 
 OPEN = "import torch; torch.cuda.init()"
 _OPEN_WITHOUT_TORCH = """
