@@ -20,7 +20,6 @@ _ABSENT = -(1 << 31)
 _PATIENCE_S = 0.05
 """Steps are shorter but for large prompts, and where the device has failed, which only the driver
 tells."""
-
 KEPT = 2
 """Tokens that stay for this many launches, though nobody wants them any more: to let go of memory
 that the driver has pinned, and of an event, asks the driver, which may be loading a kernel then."""
@@ -50,12 +49,7 @@ class CudaTokens:
 
     def wait(self) -> list[SampledToken | NotSampled]:
         """See ``PendingTokens.wait``."""
-        # Where graphs are made beside steps, the driver may wait for the step launched after this
-        # one before it loads a kernel, and whoever asks it for the end of this one waits as well.
-        words = self._told
-        if self._logprobs is not None or not await_words(
-            words.data_ptr(), words.numel(), _ABSENT, _PATIENCE_S
-        ):
+        if not self._come():
             self._there.synchronize()
         sampled: list[SampledToken | NotSampled] = [
             NotSampled.NOT_FINITE
@@ -64,6 +58,18 @@ class CudaTokens:
             for token_id in self._told.tolist()
         ]
         return sampled if self._logprobs is None else self._logprobs.added_to(sampled)
+
+    def _come(self) -> bool:
+        """Waits for a while without the driver; whether all is there by that.
+
+        Where graphs are made beside steps, the driver may wait for the step launched after this one
+        before it loads a kernel, and whoever asks it for the end of this one waits as well.
+        """
+        words = self._told
+        # Pieces of prompts alone give no token that could come, and take their time all the same.
+        if not words.numel() or self._logprobs is not None:
+            return False
+        return await_words(words.data_ptr(), words.numel(), _ABSENT, _PATIENCE_S)
 
 
 class CudaSampler:
