@@ -32,12 +32,12 @@ up:  ## start the system with the demo model and keep it running until Ctrl-C
 	@tools/bootstrap.sh runtime
 	@$(VENV)/bin/pilotlight up --with-demo-model
 
-test:  ## unit and contract tests, then one whole system from its start to its end: ten minutes; TESTS=folders
+test:  ## unit and contract tests, then one whole system from its start to its end: 25 minutes on two cores; TESTS=folders
 	@tools/bootstrap.sh dev
 	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser and not clients" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(SYSTEMS) -m smoke $(OR_NONE)
 
-test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: ten minutes
+test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: 25 minutes
 	@tools/bootstrap.sh dev
 	@$(PYTEST) $(SYSTEMS) -m "e2e and not smoke" --durations=20 $(OR_NONE)
 
