@@ -80,9 +80,8 @@ class PoolPages:
     async def stop(self) -> None:
         """End after the steps that are under way."""
         self._stopping.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                await asyncio.to_thread(thread.join, STOP_S)
+        alive = [thread for thread in self._threads if thread.is_alive()]
+        await asyncio.gather(*(asyncio.to_thread(thread.join, STOP_S) for thread in alive))
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end; whether it came.
@@ -110,7 +109,14 @@ class PoolPages:
                     populate(self._library, memory)
             except (OSError, ValueError) as error:
                 # Its file system is smaller than it, or it was closed.
-                self._end("the pool gets no memory", error=str(error))
+                if not self._stopping.is_set():
+                    log.warning(
+                        "the pool gets no memory",
+                        action="pool_pages_end",
+                        given_bytes=at,
+                        error=str(error),
+                    )
+                self._stopping.set()
 
     def _step_bytes(self) -> int:
         """Of the next step; 0: there is none."""
@@ -121,10 +127,11 @@ class PoolPages:
         # What others are at is not theirs yet by that.
         at_once = STEP_BYTES * (len(self._threads) - 1)
         if spare is None or spare < LEFT_BYTES + at_once + step_bytes:
-            self._end("the pool is left without some of its memory")
+            log.info(
+                "the pool is left without some of its memory",
+                action="pool_pages_end",
+                given_bytes=self.given_bytes,
+            )
+            self._stopping.set()
             return 0
         return step_bytes
-
-    def _end(self, what: str, **facts: str) -> None:
-        self._stopping.set()
-        log.info(what, action="pool_pages_end", given_bytes=self.given_bytes, **facts)
