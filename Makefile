@@ -37,9 +37,9 @@ test:  ## unit and contract tests, then one whole system from its start to its e
 	@$(PYTEST) $(TESTS) -m "not compose and not ceph and not gpu and not bundle and not e2e and not chaos and not hostile and not browser and not clients" --numprocesses $(JOBS) --dist loadfile $(LIMITED) $(OR_NONE)
 	@$(PYTEST) $(SYSTEMS) -m smoke $(OR_NONE)
 
-test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: 25 minutes
+test-e2e:  ## every other test on whole systems, with a part of the kill matrix, of the schedules and of the upgrades: 20 minutes on two cores
 	@tools/bootstrap.sh dev
-	@$(PYTEST) $(SYSTEMS) -m "e2e and not smoke" --durations=20 $(OR_NONE)
+	@$(PYTEST) $(SYSTEMS) -m "e2e and not smoke" --numprocesses $(JOBS) --dist loadfile --durations=20 $(OR_NONE)
 
 test-chaos:  ## kill, stop and cut off everything in every situation; count what was lost
 	@tools/bootstrap.sh dev

@@ -17,6 +17,8 @@ from pilotlight.loader.devices import FoundGpus
 from pilotlight.loader.testing import ALL, Cluster
 from pilotlight.policy.cluster import NodeFacts
 
+AGES_S = 3600.0
+
 pytestmark = pytest.mark.anyio
 
 
@@ -98,6 +100,19 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     final = await cluster.heard.report(lambda report: report.facts.draining)
     assert final.dead_workers == (worker_id,)
     assert not (cluster.folder / "pool").exists()
+
+
+async def test_a_worker_of_an_earlier_loader_is_dead_at_once_where_it_has_ended(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned for it need not wait until its silence is noticed."""
+    package = tmp_path / "stand_in" / "pilotlight"
+    package.mkdir(parents=True)
+    (package / "worker.py").write_text(f"import time\ntime.sleep({AGES_S})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stand_in"))
+    await cluster.start(workers=1)
+    report = await cluster.heard.report(lambda report: report.dead_workers)
+    assert report.dead_workers == (f"{cluster.node_id}-w0",)
 
 
 STAND_IN = """

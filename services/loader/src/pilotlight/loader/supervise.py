@@ -113,7 +113,9 @@ class WorkerSupervisor:
 
     @property
     def dead_workers(self) -> frozenset[WorkerId]:
-        """Workers whose process or connection ended, until they say hello again."""
+        """Workers that have not said hello since their process or connection ended, or since this
+        loader found no process of theirs.
+        """
         return frozenset(self._dead)
 
     def on_hello(self, hello: Hello) -> None:
@@ -145,7 +147,12 @@ class WorkerSupervisor:
         attempt = 0
         while True:
             started_s = self.clock.monotonic_s()
-            process = self._adopt(plan) or self._spawn(plan)
+            process = self._adopt(plan)
+            if process is None:
+                # Whoever had its name has ended, perhaps with an earlier loader: what was planned
+                # for it need not wait until its silence is noticed.
+                self._note_dead(plan.worker_id)
+                process = self._spawn(plan)
             if process is not None:
                 self._processes[plan.worker_id] = process
                 await self._until_ended(plan, process)

@@ -63,7 +63,9 @@ class WorkerReport(Message, frozen=True, kw_only=True):
 
 
 class LoaderReport(Message, frozen=True, kw_only=True):
-    """A node's loader: its facts, and its workers whose process or socket ended."""
+    """A node's loader: its facts, and its workers whose process or socket ended, or that have none
+    yet.
+    """
 
     facts: NodeFacts
     incarnation: str
