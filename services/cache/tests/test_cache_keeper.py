@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pilotlight.cache.keeper import (
+    INTERVAL_S,
     LEARN_S,
     MOVE_WITHIN_S,
     REFUSED_S,
@@ -37,6 +38,19 @@ async def test_a_copy_that_is_lost_with_its_node_is_fetched_again() -> None:
     rig.report(on(N1, whole(M)))
     assert await rig.follow() == [(prefetch_subject(N1), [])], "the order is over"
     assert await rig.follow() == []
+
+
+async def test_a_node_that_comes_is_told_at_once_what_was_lost() -> None:
+    """And not with the next decision: its workers are not up yet."""
+    rig = KeeperRig((M,))
+    rig.report(on(N0, whole(M)))
+    assert await rig.follow(LEARN_S) == []
+    rig.lose()
+    assert await rig.follow() == []
+    rig.report(on(N1))
+    assert await rig.follow(INTERVAL_S / 10) == [], "it was decided just now"
+    rig.keeper.soon()
+    assert await rig.follow(INTERVAL_S / 10) == [(prefetch_subject(N1), ["m"])]
 
 
 async def test_nothing_is_missing_before_every_node_was_heard() -> None:

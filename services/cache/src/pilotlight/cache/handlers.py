@@ -1,6 +1,7 @@
 """What the cache hears and answers."""
 
 import asyncio
+from collections.abc import Iterable
 
 import structlog
 from prometheus_client import Counter
@@ -25,12 +26,15 @@ from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Re
 from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
-from pilotlight.common.waiting import cancel_all, every, woken
+from pilotlight.common.waiting import cancel_all, every, pause, woken
+from pilotlight.policy.cluster import Liveness
 from pilotlight.policy.ids import NodeId, WorkerId
 
 log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 1.0
+TOGETHER_S = 0.1
+"""A node that comes or dies is answered no sooner after the last sweep: most come with others."""
 ESTIMATES_INTERVAL_S = 30.0
 """Estimates are means over cold starts: nothing is decided worse by ones that are a little older.
 """
@@ -75,6 +79,10 @@ class Handlers:
         self._reported: set[NodeId] = set()
         """Nodes whose copies may differ from those that were published."""
         self._reports = asyncio.Event()
+        self._standing: set[NodeId] = set()
+        """Nodes that are not dead."""
+        self._other_nodes = asyncio.Event()
+        """A node has come or died since the last sweep."""
         self._heard = Counter(
             "pilotlight_cache_arrivals",
             "Arrivals that gateways told the cache of",
@@ -135,6 +143,16 @@ class Handlers:
         self._reports.set()
         self._workers.update(news.workers)
         self._worker_reports.set()
+        self._follow_nodes(news.nodes)
+
+    def _follow_nodes(self, node_ids: Iterable[NodeId]) -> None:
+        for node_id in node_ids:
+            node = self._books.roster.node(node_id)
+            stands = node is not None and node.liveness is not Liveness.DEAD
+            if stands != (node_id in self._standing):
+                self._standing ^= {node_id}
+                self._keeper.soon()
+                self._other_nodes.set()
 
     async def _on_arrivals(self, message: Arrivals) -> None:
         new = self._books.hear_arrivals(
@@ -173,7 +191,8 @@ class Handlers:
         self._copies.write_anew()
 
     async def _sweep(self) -> None:
-        async for _ in every(SWEEP_INTERVAL_S):
+        while True:
+            self._other_nodes.clear()
             try:
                 await self._registrations.follow()
                 await self._room.lapse()
@@ -186,6 +205,8 @@ class Handlers:
                 log.warning(
                     "books are kept as they are", action="sweep_deferred", error=error.message
                 )
+            await pause(TOGETHER_S)
+            await woken(self._other_nodes, SWEEP_INTERVAL_S - TOGETHER_S)
 
     async def _keep(self) -> None:
         try:

@@ -125,9 +125,15 @@ class Keeper:
         """Copies of a node that are one too many, and in the way of a model that has none."""
         return tuple(digest for where, digest in self.plan.giving_way if where == node_id)
 
+    def soon(self) -> None:
+        """A node has come or is dead: the next ``follow`` decides anew. A copy that was lost is on
+        its way to a new node before any worker there is up.
+        """
+        self._next_s = 0.0
+
     async def follow(self) -> None:
-        """Decide anew every ``INTERVAL_S``, and when a node is to drain; tell loaders what is
-        another order than before.
+        """Decide anew every ``INTERVAL_S``, when a node is to drain and after ``soon``; tell
+        loaders what is another order than before.
 
         Raises:
             BusUnavailable: some loaders are told with the next call.
