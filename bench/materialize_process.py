@@ -8,6 +8,8 @@ loader again. The clock starts when that process does, and stops at the first te
 
 With ``--node`` the loader finds a new node instead: no host pool, no state folder, so another name
 for the node, and no word of GPUs; the weights' files are as the system's cache of files has them.
+The supervisor stands still until the silence of the killed node has been noticed and the request is
+sent: the system has no node then, and the new one is all that the first token waits for.
 
 ``python materialize_process.py SHAPE FOLDER KIND [--node]`` prints one line of JSON: each round, in
 milliseconds since the loader began. By ``/proc``: ``worker`` and ``engine``, when their processes
@@ -47,6 +49,7 @@ SLO = {"ttft_ms": 60_000.0, "tpot_ms": 1000.0}
 BUILT_S, ANSWER_S, RECORD_S, SETTLED_S, LOOK_S = 240.0, 120.0, 10.0, 60.0, 0.002
 SLOW_S = 8.0
 """A round that takes longer tells what the system's processes wrote in it."""
+LOADER, WORKER = "pilotlight.loader", "pilotlight.worker"
 ENGINE = "pilotlight.worker.engine_child.child"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENTS = {"workers_planned": "planned_ms", "engine_started": "up_ms"}
@@ -87,7 +90,7 @@ def processes(home: Path) -> list[Process]:
             if ours or modules[0] == ENGINE:
                 began_s = int(stat[19]) / TICKS_PER_S
                 found.append(Process(int(entry.name), int(stat[1]), began_s, modules[0]))
-    node = {"pilotlight.loader", "pilotlight.worker"}
+    node = {LOADER, WORKER}
     ours_by_pid = {one.pid for one in found if one.program in node}
     return [one for one in found if one.pid in ours_by_pid or one.parent in ours_by_pid]
 
@@ -239,6 +242,21 @@ def settled(served: Served) -> None:
     raise SystemExit("the worker is not up, or holds a model")
 
 
+def supervisor_of(home: Path) -> int:
+    """The process that starts the loader again."""
+    return next(one.parent for one in processes(home) if one.program == LOADER)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process stands still meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def killed(home: Path) -> set[int]:
     """Kills the node's processes; their ids."""
     victims = processes(home)
@@ -249,6 +267,17 @@ def killed(home: Path) -> set[int]:
     return {one.pid for one in victims}
 
 
+def without_node(served: Served) -> None:
+    """Until the system knows of no worker that lives."""
+    end_s = time.monotonic() + SETTLED_S
+    while time.monotonic() < end_s:
+        workers = served.admin("GET", "/workers")["workers"]
+        if all(one["liveness"] == "dead" for one in workers):
+            return
+        time.sleep(0.1)
+    raise SystemExit("the killed node is not taken for dead")
+
+
 def started(home: Path, before: set[int], until: threading.Event) -> dict[str, float]:
     """When the new processes of each program began, the first of each, until it is told to end."""
     found: dict[str, float] = {}
@@ -256,7 +285,7 @@ def started(home: Path, before: set[int], until: threading.Event) -> dict[str, f
         for one in processes(home):
             if one.pid not in before:
                 found[one.program] = min(found.get(one.program, one.began_s), one.began_s)
-        if {"pilotlight.loader", "pilotlight.worker", ENGINE} <= found.keys():
+        if {LOADER, WORKER, ENGINE} <= found.keys():
             break
     return found
 
@@ -271,11 +300,15 @@ def one_round(
     for _ in logs.news():
         pass
     wall_offset_s = time.time() - now_s()
-    before = killed(home)
-    if pool is not None:
-        pool.unlink(missing_ok=True)
-        shutil.rmtree(home / "state", ignore_errors=True)
-    asked, found = Asked(served, prompt), dict[str, float]()
+    with contextlib.ExitStack() as standing:
+        if pool is not None:
+            standing.enter_context(stopped(supervisor_of(home)))
+        before = killed(home)
+        if pool is not None:
+            pool.unlink(missing_ok=True)
+            shutil.rmtree(home / "state", ignore_errors=True)
+            without_node(served)
+        asked, found = Asked(served, prompt), dict[str, float]()
     done = threading.Event()
     watch = threading.Thread(target=lambda: found.update(started(home, before, done)), daemon=True)
     watch.start()
@@ -284,7 +317,7 @@ def one_round(
     finally:
         done.set()
         watch.join()
-    began_s = found["pilotlight.loader"]
+    began_s = found[LOADER]
     record = record_of(served, asked.trace_id)
     lines = list(logs.news())
     if asked.at_s[0] - began_s > SLOW_S:
@@ -294,7 +327,7 @@ def one_round(
     return {
         "ttft_ms": (asked.at_s[0] - began_s) * 1e3,
         "asked_ms": (asked.sent_s - began_s) * 1e3,
-        "worker_ms": (found.get("pilotlight.worker", began_s) - began_s) * 1e3,
+        "worker_ms": (found.get(WORKER, began_s) - began_s) * 1e3,
         "engine_ms": (found.get(ENGINE, began_s) - began_s) * 1e3,
         **timeline(iter(lines), began_s, wall_offset_s),
         **phases(record, began_s, wall_offset_s),
