@@ -1,5 +1,6 @@
 """Of thousands of models that wait a tick looks at a few, and no one of them waits in vain."""
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from plain_control import said
 
 from pilotlight.policy.control.focus import NOTHING
-from pilotlight.policy.control.line import looked_at, may_try, shortened
+from pilotlight.policy.control.line import looked_at, may_try, next_try_s, shortened
 from pilotlight.policy.control.plan import NO_ROOM, Backing, ControlFacts, ControlRules, Memory
 from pilotlight.policy.control.testing import LargeCluster, Size
 from pilotlight.policy.control.tick import tick
@@ -170,3 +171,41 @@ def test_who_was_sorted_a_while_ago_is_in_the_same_order(random: Random, aged_s:
         one.model for one in looked_at(now, Memory(), rules)
     ]
     assert {*short.asked, *(one.model for one in short.demand)} == waiters.names
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_a_change_behind_a_refusal_is_answered_as_soon_as_it_may_be(random: Random) -> None:
+    cluster = CLUSTER.kept()
+    cluster.ask(0, count=5)
+    cluster.version = 1
+    rules, now_s = cluster.rules, cluster.now_s
+    once_s = rules.retry_at_once_s
+    memory = Memory(
+        backing={
+            one.model: refused(
+                at_s=(at_s := now_s - random.choice([0.0, random.random(), 2.0]) * once_s),
+                retry_at_s=at_s + random.choice([0.5, 8.0]) * once_s,
+                version=random.randint(0, 1),
+            )
+            for one in cluster.demand
+            if random.random() < 0.7
+        }
+    )
+    facts = cluster.facts(None)
+
+    def tried(at_s: float) -> set[ModelName]:
+        """Those that a change lets be tried by then."""
+        then = replace(facts, now_s=at_s)
+        return {
+            name
+            for name, one in memory.backing.items()
+            if one.world_version != 1 and may_try(one, then, rules)
+        }
+
+    next_s = next_try_s(facts, memory, rules)
+    if next_s == math.inf:
+        assert tried(now_s) == tried(now_s + 1.01 * once_s)
+    else:
+        assert now_s < next_s <= now_s + 1.001 * once_s
+        assert tried(next_s) > tried(now_s)

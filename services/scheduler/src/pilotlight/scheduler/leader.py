@@ -13,7 +13,7 @@ from pilotlight.common.waiting import Group, every, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
-from pilotlight.policy.control.line import shortened
+from pilotlight.policy.control.line import next_try_s, shortened
 from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, StartOrder
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.waiters import Waiters
@@ -234,7 +234,8 @@ class Term:
             self._log.squeeze()
             garbage.look(ended_s)
             await self._pacing.rest(self._starter.pressing)
-            await woken(self._wake, TICK_S)
+            due_s = next_try_s(facts, self._memory, self._rules) - self._clock.monotonic_s()
+            await woken(self._wake, min(TICK_S, max(0.0, due_s)))
 
     def _begin_others(self) -> None:
         """What waits until a new leader has commanded: it takes as much of the processor."""

@@ -6,6 +6,7 @@ begins fewer.
 """
 
 import heapq
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -111,7 +112,31 @@ def may_try(waits: Backing | None, facts: ControlFacts, rules: ControlRules) -> 
     """
     if waits is None or facts.now_s >= waits.retry_at_s:
         return True
+    # As ``next_try_s`` adds it up: it would say the present moment again and again.
     return (
         waits.world_version != facts.world_version
-        and facts.now_s - waits.at_s >= rules.retry_at_once_s
+        and facts.now_s >= waits.at_s + rules.retry_at_once_s
+    )
+
+
+def next_try_s(facts: ControlFacts, memory: Memory, rules: ControlRules) -> float:
+    """When a tick is worth it by time alone: the first moment at which one of the models that are
+    looked at may be tried because what could take it has changed, and was refused too shortly
+    before. Infinite: there is none. The ends of other pauses are found in passing.
+
+    Args:
+        facts: What the last tick knew, with the demand that it looked at.
+        memory: What it handed on.
+        rules: How soon a change is answered.
+    """
+    refused = (memory.backing.get(one.model) for one in facts.demand)
+    return min(
+        (
+            one.at_s + rules.retry_at_once_s
+            for one in refused
+            if one is not None
+            and one.world_version != facts.world_version
+            and not may_try(one, facts, rules)
+        ),
+        default=math.inf,
     )

@@ -14,6 +14,7 @@ from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.growing import growth_of
+from pilotlight.policy.control.line import next_try_s
 from pilotlight.policy.control.plan import (
     ControlFacts,
     ControlRules,
@@ -103,8 +104,8 @@ class Leader:
             self.parts.events.at(max(now_s, self._told_s + GATHER_S), self._tell_arrivals)
         self._counters.count(model, now_s)
 
-    def decide(self) -> None:
-        """Look, decide, carry out."""
+    def decide(self) -> float:
+        """Look, decide, carry out; when it is worth it next by time alone."""
         facts = self._gather()
         memory = self.memory
         plan = tick(facts, memory, self.rules)
@@ -112,6 +113,7 @@ class Leader:
         if self.log is not None:
             self.log.append(Decided(facts, memory, plan))
         self._carry_out(plan)
+        return next_try_s(facts, plan.memory, self.rules)
 
     def source_of(self, instance_id: InstanceId, node_id: NodeId) -> str:
         """What the start of an instance chose as a node's source; empty: it has not."""

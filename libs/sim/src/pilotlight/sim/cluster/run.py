@@ -156,7 +156,9 @@ class Simulation:
             if look != self._looks:
                 return
             self._look_at(self.events.now_s + TICK_S)
-            self.leader.decide()
+            due_s = self.leader.decide()
+            if due_s < self._next_s:
+                self._look_at(due_s)
             self.progress(self.events.now_s / self.scenario.arrivals.duration_s)
 
         self.events.at(at_s, decide)
