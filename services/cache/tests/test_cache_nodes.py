@@ -23,6 +23,7 @@ from pilotlight.common.db.mapping import to_row_json
 from pilotlight.common.messages.hold import NodePrefetch, prefetch_subject
 from pilotlight.common.messages.reports import LoaderReport, loader_report_subject
 from pilotlight.common.testing import MakeContext
+from pilotlight.common.waiting import cancel_all, every
 from pilotlight.policy.ids import Epoch, NodeId
 from pilotlight.policy.testing import model
 
@@ -51,18 +52,25 @@ async def test_a_node_that_comes_is_told_what_no_memory_has(
     told: asyncio.Queue[NodePrefetch] = asyncio.Queue()
     for node_id in (NODE, NEXT):
         await bus.subscribe(prefetch_subject(node_id), NodePrefetch, told.put)
+    there: list[NodeId] = []
+
+    async def report() -> None:
+        async for _ in every(0.2):
+            for node_id in there:
+                one = LoaderReport(facts=on(node_id), incarnation="i", epoch_seen=Epoch(1))
+                await bus.publish(loader_report_subject(node_id), one)
+
+    reporting = asyncio.create_task(report())
     application = await build(make_context("cache", keeps_all))
     await start(application)
     try:
         for node_id, name in ((NODE, "a"), (NEXT, "b")):
-            report = LoaderReport(facts=on(node_id), incarnation="i", epoch_seen=Epoch(1))
+            there.append(node_id)
             async with asyncio.timeout(DEADLINE_S):
-                await bus.publish(loader_report_subject(node_id), report)
                 fetched = await told.get()
-            assert (fetched.node_id, [one.model.name for one in fetched.fetches]) == (
-                node_id,
-                [name],
-            )
+            names = [one.model.name for one in fetched.fetches]
+            assert (fetched.node_id, names) == (node_id, [name])
     finally:
+        await cancel_all((reporting,))
         await stop(application)
         change(module_database, delete(tables.models))

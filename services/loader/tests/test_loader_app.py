@@ -17,9 +17,9 @@ from pilotlight.loader.devices import FoundGpus
 from pilotlight.loader.testing import ALL, Cluster
 from pilotlight.policy.cluster import NodeFacts
 
-AGES_S = 3600.0
-
 pytestmark = pytest.mark.anyio
+
+AGES_S = 3600.0
 
 
 async def test_models_outside_the_roots_are_never_read(cluster: Cluster) -> None:
@@ -93,6 +93,7 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     pid = int(
         msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"]
     )
+    await cluster.heard.report(lambda report: report.dead_workers == ())
     os.kill(pid, 9)
     await cluster.heard.report(lambda report: report.dead_workers == (worker_id,))
     await cluster.heard.report(lambda report: report.dead_workers == ())
@@ -102,10 +103,10 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     assert not (cluster.folder / "pool").exists()
 
 
-async def test_a_worker_of_an_earlier_loader_is_dead_at_once_where_it_has_ended(
+async def test_a_worker_is_dead_until_it_says_hello_where_no_process_of_it_is_found(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was planned for it need not wait until its silence is noticed."""
+    """What was planned for one of an earlier loader need not wait until its silence is noticed."""
     package = tmp_path / "stand_in" / "pilotlight"
     package.mkdir(parents=True)
     (package / "worker.py").write_text(f"import time\ntime.sleep({AGES_S})\n")

@@ -172,6 +172,7 @@ async def test_workers_are_handed_over(tmp_path: Path) -> None:
     await until(lambda: second._processes)
     assert supervised.metrics.worker_starts._value.get() == 1
     assert supervised.pid == pid
+    assert second.dead_workers == frozenset()
     # It is not the second one's child, and still its death is noticed.
     os.kill(pid, signal.SIGKILL)
     await until(lambda: second.dead_workers == {WORKER})

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 SWEEP_INTERVAL_S = 1.0
 TOGETHER_S = 0.1
-"""A node that comes or dies is answered no sooner after the last sweep: most come with others."""
+"""A node that comes or dies is answered no sooner after a sweep, nor sooner than that took."""
 ESTIMATES_INTERVAL_S = 30.0
 """Estimates are means over cold starts: nothing is decided worse by ones that are a little older.
 """
@@ -193,6 +193,7 @@ class Handlers:
     async def _sweep(self) -> None:
         while True:
             self._other_nodes.clear()
+            began_s = self._context.clock.monotonic_s()
             try:
                 await self._registrations.follow()
                 await self._room.lapse()
@@ -205,8 +206,9 @@ class Handlers:
                 log.warning(
                     "books are kept as they are", action="sweep_deferred", error=error.message
                 )
-            await pause(TOGETHER_S)
-            await woken(self._other_nodes, SWEEP_INTERVAL_S - TOGETHER_S)
+            rest_s = max(TOGETHER_S, self._context.clock.monotonic_s() - began_s)
+            await pause(rest_s)
+            await woken(self._other_nodes, max(0.0, SWEEP_INTERVAL_S - rest_s))
 
     async def _keep(self) -> None:
         try:

@@ -14,7 +14,7 @@ from pilotlight.policy.coldstart.timings import Timings
 from pilotlight.policy.control.books import Books, Record
 from pilotlight.policy.control.focus import Focus
 from pilotlight.policy.control.growing import growth_of
-from pilotlight.policy.control.line import next_try_s
+from pilotlight.policy.control.line import next_try_s, shortened
 from pilotlight.policy.control.plan import (
     ControlFacts,
     ControlRules,
@@ -113,7 +113,7 @@ class Leader:
         if self.log is not None:
             self.log.append(Decided(facts, memory, plan))
         self._carry_out(plan)
-        return next_try_s(facts, plan.memory, self.rules)
+        return next_try_s(shortened(facts, memory, self.rules), plan.memory, self.rules)
 
     def source_of(self, instance_id: InstanceId, node_id: NodeId) -> str:
         """What the start of an instance chose as a node's source; empty: it has not."""
