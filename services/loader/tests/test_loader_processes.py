@@ -272,6 +272,27 @@ async def test_a_worker_that_a_killed_loader_left_without_a_record_ends(tmp_path
     await supervised.background.stop()
 
 
+async def test_a_stranger_that_came_first_is_ended_too(tmp_path: Path) -> None:
+    """Its loader could not write down that it is the worker, and it says hello before the next one
+    has looked for it.
+    """
+    stranger = Process.spawn(command_of(FOREVER), {}, tmp_path / "stranger.log")
+    supervised = Supervised(tmp_path, FOREVER)
+    supervisor = supervised.supervisor()
+    supervisor.on_hello(Hello(worker_id=WORKER, pid=stranger.record.pid))
+    await supervisor.start()
+    async with asyncio.timeout(10):
+        await stranger.ended()
+    supervisor.on_goodbye(Hello(worker_id=WORKER, pid=stranger.record.pid))
+    assert supervisor.dead_workers == {WORKER}
+    await until(lambda: supervised.pid)
+    supervisor.on_hello(Hello(worker_id=WORKER, pid=supervised.pid))
+    assert supervisor.dead_workers == frozenset()
+    assert alive(supervised.pid)
+    await supervisor.stop()
+    await supervised.background.stop()
+
+
 async def test_a_worker_without_a_log_serves(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     supervised = Supervised(tmp_path, FOREVER)

@@ -121,16 +121,7 @@ class WorkerSupervisor:
     def on_hello(self, hello: Hello) -> None:
         process = self._processes.get(hello.worker_id)
         if process is not None and process.record.pid != hello.pid:
-            # An earlier loader was killed before it could write down which process its worker is.
-            # One of the two has to go.
-            log.error(
-                "two processes are one worker",
-                action="worker_twice",
-                worker_id=hello.worker_id,
-                pid=hello.pid,
-            )
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(hello.pid, signal.SIGTERM)
+            _end_twin(hello.worker_id, hello.pid)
             return
         self._connected[hello.worker_id] = hello.pid
         self._dead.discard(hello.worker_id)
@@ -155,6 +146,10 @@ class WorkerSupervisor:
                 process = self._spawn(plan)
             if process is not None:
                 self._processes[plan.worker_id] = process
+                # One that said hello before it was known which process the worker is.
+                said = self._connected.get(plan.worker_id)
+                if said is not None and said != process.record.pid:
+                    _end_twin(plan.worker_id, said)
                 await self._until_ended(plan, process)
                 self._forget(plan, process)
             attempt = 0 if self.clock.monotonic_s() - started_s > STABLE_AFTER_S else attempt + 1
@@ -306,3 +301,12 @@ class WorkerSupervisor:
             self._dead.add(worker_id)
             self.metrics.workers.set(len(self._connected))
             self.changes.note()
+
+
+def _end_twin(worker_id: WorkerId, pid: int) -> None:
+    """Ends a process that says to be a worker which another process is: an earlier loader was
+    killed before it could write it down.
+    """
+    log.error("two processes are one worker", action="worker_twice", worker_id=worker_id, pid=pid)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGTERM)
