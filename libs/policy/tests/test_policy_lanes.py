@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotlight.policy.lanes import (
     LaneBounds,
+    LaneHolders,
     LaneJob,
     LaneLoad,
     admit_job,
     next_job,
     turn_of,
+    waits_for_holder,
+    wants_holder,
 )
 
 
@@ -104,3 +108,20 @@ def test_the_first_job_is_taken_whatever_its_size():
     one = replace(nothing, jobs=1, bytes=1)
     assert not admit_job(one, LaneBounds(jobs=9, bytes=10), 5)
     assert admit_job(one, LaneBounds(jobs=9, bytes=10), 4)
+
+
+@pytest.mark.parametrize(
+    ("idle", "busy", "given", "waits", "wants"),
+    [
+        (True, False, False, False, False),
+        (True, True, True, False, False),
+        (False, True, False, True, True),
+        (False, True, True, True, False),
+        (False, False, True, True, False),
+        (False, False, False, False, False),
+    ],
+    ids=["idle", "idle and others", "busy", "busy and given", "given", "none"],
+)
+def test_jobs_wait_for_who_holds_their_bundle(idle, busy, given, waits, wants):
+    holders = LaneHolders(idle=idle, busy=busy, given=given)
+    assert (waits_for_holder(holders), wants_holder(holders)) == (waits, wants)

@@ -150,6 +150,8 @@ async def test_a_helper_at_work_is_waited_for(make_world, begun, monkeypatch, ho
     monkeypatch.setattr(pool, "HOLD_S", hold_s)
     world = await make_world(text=bundle_of(TEMPLATE), text_helpers=3)
     await until(lambda: len(world.texts._pool._idle) == 4)
+    for helper in world.texts._pool._idle:
+        helper.held.add(world.entry.model.text_digest)
     # Nothing is answered.
     monkeypatch.setattr(HelperProcess, "begin", lambda *_: None)
     waiting: list[asyncio.Task[list[int]]] = []

@@ -5,6 +5,9 @@ Short jobs go first, and one process is kept for them. Among equals, owners take
 a ``turn`` from when it came, one after the last of its owner's (start-time fair queueing). No model
 has all processes, and no owner and no model all those for long jobs: with three processes or more,
 a model's short jobs go on beside its long ones.
+
+To load a model's bundle takes a process as long as a thousand short jobs: where one holds it, its
+jobs wait for that, and another one loads it meanwhile with no job behind it.
 """
 
 from collections.abc import Sequence
@@ -42,6 +45,18 @@ class LaneBounds:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneHolders:
+    """Processes that hold a model's bundle, as its next job finds them."""
+
+    idle: bool
+    """One has nothing to do."""
+    busy: bool
+    """One is at work, for this model or for another."""
+    given: bool
+    """Another process is being given the bundle, or asked for what it may lack."""
+
+
 def admit_job(load: LaneLoad, bounds: LaneBounds, job_bytes: int) -> bool:
     """Whether a job of ``job_bytes`` may wait.
 
@@ -70,6 +85,24 @@ def next_job(
         return waiting[0] if _allowed(waiting[0], running, processes) else None
     allowed = [job for job in waiting if _allowed(job, running, processes)]
     return min(allowed, key=lambda job: (job.long, job.turn, job.number), default=None)
+
+
+def waits_for_holder(holders: LaneHolders) -> bool:
+    """Whether a model's job waits, though a process without its bundle is idle.
+
+    1. Where a holder is idle, it goes there.
+    2. A holder at work is free long before another process has loaded the bundle.
+    3. Who is being given the bundle is a holder sooner than one that is given it later.
+    4. Where there is none of them, the job goes to any process, and brings the bundle.
+    """
+    return not holders.idle and (holders.busy or holders.given)
+
+
+def wants_holder(holders: LaneHolders) -> bool:
+    """Whether one more process is to be given the bundle, where a job waits for a holder: one at a
+    time, and none where the first job brings it.
+    """
+    return holders.busy and not holders.idle and not holders.given
 
 
 def turn_of(owner: str, waiting: Sequence[LaneJob], now_turn: int) -> int:

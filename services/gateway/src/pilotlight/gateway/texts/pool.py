@@ -2,19 +2,19 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
-import msgspec
 import structlog
 
 from pilotlight.common.errors import QueueFull
 from pilotlight.common.waiting import Backoff, cancel_all, pause
 from pilotlight.gateway.pacing import Pacing
-from pilotlight.gateway.texts.frames import Describe, Give, Job, Make, Missing, Reply, encoded
+from pilotlight.gateway.texts.bundles import Bundles
+from pilotlight.gateway.texts.frames import Describe, Give, Hello, Job, Make, Reply, encoded
+from pilotlight.gateway.texts.holders import Holders, Running, Spawner, helper_for, helper_without
 from pilotlight.gateway.texts.process import HelperLost, HelperProcess, Launcher
+from pilotlight.gateway.texts.strikes import Strikes
 from pilotlight.gateway.texts.waiting_jobs import TextJob, WaitingJobs
 from pilotlight.policy.lanes import LaneBounds, LaneJob, admit_job, next_job, turn_of
 
@@ -49,14 +49,6 @@ no other is woken."""
 _STOPPING = HelperLost("the gateway stops", blamed=False)
 
 
-class Spawner(Protocol):
-    """Owner of what runs in the background (``Background``)."""
-
-    def spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolBounds:
     """How much may be done at a time."""
@@ -71,29 +63,27 @@ class PoolBounds:
     """Of all jobs that wait, and of the bundles that they bring, each once."""
 
 
-class _Running(msgspec.Struct, frozen=True):
-    """Jobs at work, by one helper."""
-
-    jobs: list[TextJob]
-    helper: HelperProcess
-    late: asyncio.TimerHandle
-    """Ends it at its deadline."""
-    began_s: float
-
-
 class HelperPool:
     """Keeps helpers running and gives them jobs; a component."""
 
-    def __init__(self, launcher: Launcher, spawner: Spawner, bounds: PoolBounds) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        spawner: Spawner,
+        bounds: PoolBounds,
+        bundles: Bundles,
+        strikes: Strikes,
+    ) -> None:
         self._launcher = launcher
         self._spawner = spawner
         self._bounds = bounds
         self._idle: list[HelperProcess] = []
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Running] = {}
         """By the number of the first job."""
         self._ending: set[asyncio.Task[None]] = set()
         """Of helpers that were lost, and their jobs."""
         self._waiting = WaitingJobs()
+        self._holders = Holders(bundles, strikes, spawner, self._load)
         self._pacing: Pacing | None = None
         """Since jobs wait; None: none do."""
         self._limits = LaneBounds(jobs=MAX_WAITING, bytes=bounds.max_waiting_bytes)
@@ -123,6 +113,7 @@ class HelperPool:
         for job in list(self._waiting):
             self._waiting.pop(job.lane.number)
             job.lose(_STOPPING)
+        await self._holders.stop()
         running = list(self._running.values())
         for each in running:
             each.late.cancel()
@@ -191,8 +182,8 @@ class HelperPool:
                         retry_after_s=RETRY_AFTER_S,
                     )
                 )
-        if self._waiting:
-            self._looking = loop.call_later(LOOK_S, self._look)
+        # A bundle that could not be loaded is tried again, though nothing else happens.
+        self._begin_soon()
 
     def _made(self, job: Job, owner: str, model: str, give: Give | None) -> TextJob:
         data = encoded(job)
@@ -236,10 +227,12 @@ class HelperPool:
             heads = self._waiting.heads()
             if self._running:
                 heads = [head for head in heads if not self._held_back(head)]
+                running = self._running.values()
+                heads = self._holders.going(heads, self._idle, running, self._next)
             chosen = self._next(heads)
             if chosen is None:
                 return
-            helper = self._holder(chosen.model)
+            helper = helper_for(chosen.model, self._idle)
             # One that lacks the bundle would ask for it with each of them.
             most = self._together() if chosen.model in helper.held else 1
             jobs = self._waiting.alike(chosen, most, TOGETHER_BYTES * max(1, most // TOGETHER))
@@ -260,12 +253,19 @@ class HelperPool:
         elif self._pacing is not None:
             self._pacing.turn(asyncio.get_running_loop().time(), turns)
 
-    def _holder(self, model: str) -> HelperProcess:
-        """An idle helper that holds a model's bundle, where there is one."""
-        latest = self._idle[-1]
-        if model in latest.held:
-            return latest
-        return next((one for one in reversed(self._idle) if model in one.held), latest)
+    async def _load(self, give: Give) -> Reply | None:
+        """Give a bundle to an idle helper, with no client's job behind it. None: none may have it
+        now.
+
+        Raises:
+            HelperLost: the helper ended over it.
+        """
+        job = self._made(Hello(), "", give.digest, give)
+        helper = helper_without(give.digest, self._idle)
+        if helper is None or self._next([job.lane]) is None:
+            return None
+        self._begin([job], helper)
+        return await job.answer
 
     def _held_back(self, head: LaneJob) -> bool:
         """Whether it goes with those that come next, to a helper that will be free soon."""
@@ -313,7 +313,7 @@ class HelperPool:
         deadline_s = WALL_FACTOR * (job.give_cpu_s + job.cpu_s)
         loop = asyncio.get_running_loop()
         late = loop.call_later(deadline_s, self._end, jobs, helper, deadline_s)
-        self._running[job.lane.number] = _Running(jobs, helper, late, loop.time())
+        self._running[job.lane.number] = Running(jobs, helper, late, loop.time())
         held = job.lane.model in helper.held
         frames = [frame for each in jobs for frame in each.frames(held=held)]
         helper.begin(frames, partial(self._heard, jobs, helper), len(jobs))
@@ -325,12 +325,9 @@ class HelperPool:
             self._end(jobs, helper)
             return
         self._running.pop(jobs[0].lane.number).late.cancel()
-        if jobs[0].give is not None:
-            helper.held.add(jobs[0].lane.model)
         self._idle.append(helper)
         for job, reply in zip(jobs, what, strict=True):
-            if isinstance(reply, Missing):
-                helper.held.discard(job.lane.model)
+            self._holders.note(helper, job, reply)
             if not job.answer.done():
                 job.answer.set_result(reply)
         self._dispatch()

@@ -214,6 +214,8 @@ class HelperProcess:
         self.launched = launched
         self.held: set[str] = set()
         """Bundles that it was given; it may have dropped some."""
+        self.over = False
+        """It is of no use any more: nothing that it says is heard."""
         self._transport = transport
         self.line = line
 
@@ -312,6 +314,7 @@ class HelperProcess:
 
     def hear_no_more(self) -> None:
         """An answer that comes now comes too late."""
+        self.over = True
         self.line.heard = None
 
     async def kill(self) -> None:

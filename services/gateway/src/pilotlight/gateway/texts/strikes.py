@@ -20,7 +20,7 @@ class Strikes:
         self._times_s: dict[Digest, deque[float]] = {}
 
     def add(self, digest: Digest) -> None:
-        """A short job of this model has ended a helper.
+        """A short job of this model, or its loading, has ended a helper.
 
         Long ones do not count: with one, a client could stop a sound model.
         """

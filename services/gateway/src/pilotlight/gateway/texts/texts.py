@@ -8,7 +8,6 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     BadCheckpoint,
     BadRequest,
@@ -61,10 +60,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 class Texts:
     """Text handling that is done elsewhere; a component."""
 
-    def __init__(self, pool: HelperPool, bundles: Bundles, clock: Clock) -> None:
+    def __init__(self, pool: HelperPool, bundles: Bundles, strikes: Strikes) -> None:
         self._pool = pool
         self._bundles = bundles
-        self._strikes = Strikes(clock)
+        self._strikes = strikes
 
     async def start(self) -> None:
         """Start helpers."""
@@ -194,10 +193,16 @@ def build_texts(context: Context[GatewaySettings], launcher: Launcher | None = N
         long_cpu_s=settings.text_timeout_s,
         max_waiting_bytes=settings.text_queue_bytes,
     )
+    bundles = Bundles(lambda digest: store.get(text_key(digest)))
+    strikes = Strikes(context.clock)
     pool = HelperPool(
-        launcher or HelperLauncher(settings.text_helper_memory_bytes), context.background, bounds
+        launcher or HelperLauncher(settings.text_helper_memory_bytes),
+        context.background,
+        bounds,
+        bundles,
+        strikes,
     )
-    return Texts(pool, Bundles(lambda digest: store.get(text_key(digest))), context.clock)
+    return Texts(pool, bundles, strikes)
 
 
 def _error(failed: Failed, digest: Digest | None) -> PilotlightError:
