@@ -189,8 +189,8 @@ bench-gateway:  ## what the gateway costs with an engine that takes no time, bes
 	@tools/bootstrap.sh runtime
 	@$(PY) bench/gateway.py $(if $(PEERS),--peers-python "$(PEERS)") $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON; PYTHON= an environment that has everything
-	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py
+bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON: ARGS='--tokens 1360 --behind 2720'; PYTHON= an environment that has everything
+	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py $(ARGS)
 
 bench-chunks-gpu:  ## how much of a long prompt a step takes beside running requests, on this machine's GPU, as JSON: ARGS='--shape 4B --chunks 0 1024'; PYTHON= as above
 	@$(or $(PYTHON),$(PY)) bench/chunks_gpu.py $(ARGS)

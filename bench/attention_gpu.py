@@ -3,9 +3,10 @@ the compiler made of each.
 
 For heads of 64, 128 and 256, and tiles of queries and keys with 4 and 8 warps: registers and
 spilled words of a thread, shared memory of a program, and the median time of one layer's attention
-of a whole prompt. The tile that ``prefill_tile`` chooses is marked, and comes first. Where a tile
-has no place on the device, that is the line. One line of JSON for each, some three seconds each:
-they are compiled.
+of a whole prompt, or of a piece behind ``--behind`` tokens that are in the cache; and how many
+products a second those are. The tile that ``prefill_tile`` chooses is marked, and comes first.
+Where a tile has no place on the device, that is the line. One line of JSON for each, some three
+seconds each: they are compiled.
 """
 
 import argparse
@@ -52,15 +53,24 @@ def tiles(head_dim: int, dtype: torch.dtype, tokens: int) -> Iterator[tuple[Pref
 
 
 def measure(
-    head_dim: int, dtype: torch.dtype, tile: PrefillTile, step: AttentionMetadata, tokens: int
+    head_dim: int,
+    dtype: torch.dtype,
+    tile: PrefillTile,
+    step: AttentionMetadata,
+    tokens: int,
+    behind: int,
 ) -> dict[str, Any]:
-    """One tile's figures."""
+    """One tile's figures, for a piece of so many tokens behind others."""
     device = torch.device("cuda", 0)
     heads, kv_heads = HEADS[head_dim]
     queries = torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)
     keys, values = (
         torch.randn(
-            blocks_for(tokens) * BLOCK_TOKENS, kv_heads, head_dim, device=device, dtype=dtype
+            blocks_for(behind + tokens) * BLOCK_TOKENS,
+            kv_heads,
+            head_dim,
+            device=device,
+            dtype=dtype,
         )
         for _ in range(2)
     )
@@ -78,11 +88,15 @@ def measure(
         torch.cuda.synchronize()
         times.append(began.elapsed_time(ended))
     (made,) = PREFILL.compiled[before:]
+    ms = statistics.median(times[2:])
+    # A multiplication and an addition for each query, key and width, of scores and of their sums.
+    products = 4 * heads * head_dim * tokens * (behind + tokens / 2)
     return {
         "registers": made.n_regs,
         "spills": made.n_spills,
         "shared_bytes": made.metadata.shared,
-        "ms": round(statistics.median(times[2:]), 4),
+        "ms": round(ms, 4),
+        "tflops": round(products / ms / 1e9, 1),
         "finite": bool(out.isfinite().all()),
     }
 
@@ -93,14 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--behind", type=int, default=0, help="so many, which are in the cache")
     parser.add_argument(
         "--head-dims", type=int, nargs="+", choices=tuple(HEADS), default=list(HEADS)
     )
     parser.add_argument("--chosen", action="store_true", help="no other tiles")
     asked = parser.parse_args(arguments)
-    blocks = tuple(range(blocks_for(asked.tokens)))
+    blocks = tuple(range(blocks_for(asked.behind + asked.tokens)))
     step = send(
-        fields_of(Batch((Segment(0, asked.tokens, blocks, True),)), 0, None),
+        fields_of(Batch((Segment(asked.behind, asked.tokens, blocks, True),)), 0, None),
         torch.device("cuda", 0),
     )
     for head_dim in asked.head_dims:
@@ -115,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 }
                 line["chosen"] = chosen
                 try:
-                    line |= measure(head_dim, dtype, tile, step, asked.tokens)
+                    line |= measure(head_dim, dtype, tile, step, asked.tokens, asked.behind)
                 except triton.runtime.errors.OutOfResources as error:
                     line["no_place"] = str(error)
                 print(json.dumps(line), flush=True)
