@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pilotlight.engine.cuda.kernels.fp8_rows import Parts
 from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
@@ -98,7 +99,7 @@ def _add_norm(
     eps,
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
-    HAS_X: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -106,12 +107,12 @@ def _add_norm(
     value = tl.load(residual + row * HIDDEN + column, mask=known, other=0.0)
     dtype = value.dtype
     wide = value.to(tl.float32)
-    if HAS_X:
-        wide = (
-            (wide + tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32))
-            .to(dtype)
-            .to(tl.float32)
-        )
+    if PARTS > 0:
+        added = tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32)
+        stride = tl.num_programs(0).to(tl.int64) * HIDDEN
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(x + part * stride + row * HIDDEN + column, mask=known, other=0.0)
+        wide = (wide + added.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(residual + row * HIDDEN + column, wide.to(dtype), mask=known)
     share = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     factor = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
@@ -125,12 +126,12 @@ def _add_norm(
 _run_add_norm = Kernel(_add_norm)
 
 
-def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(residual: Tensor, x: Tensor | Parts | None, weight: Tensor, eps: float) -> Tensor:
     """Adds to the residual, and gives the RMS norm of the sum, [num_tokens, hidden].
 
     Args:
         residual: [num_tokens, hidden], changed in place.
-        x: what is added, [num_tokens, hidden]; None: nothing.
+        x: what is added, [num_tokens, hidden], all parts of no more rows; None: nothing.
         weight: of the norm, [hidden].
         eps: of the norm.
     """
@@ -138,11 +139,14 @@ def add_norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> 
     normed = torch.empty_like(residual)
     padded = power_of_2(hidden)
     warps = min(16, max(4, padded // 512))
+    sums = x.sums if isinstance(x, Parts) else x
+    parts = x.sums.shape[0] if isinstance(x, Parts) else int(x is not None)
     _run_add_norm(
         (rows, 1),
-        (residual, residual if x is None else x, weight, normed, eps),
-        (hidden, padded, x is not None),
+        (residual, residual if sums is None else sums, weight, normed, eps),
+        (hidden, padded, parts),
         warps=warps,
+        variant=(residual.dtype if sums is None else sums.dtype,),
     )
     return normed
 

@@ -58,16 +58,16 @@ def _some_keys(
             key = tl.load(keys + base[None, :] + dim[:, None])
         else:
             key = tl.load(keys + base[None, :] + dim[:, None], mask=fits[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        scores = tl.dot(query, key, input_precision=PRECISION)
         if MASKED:
             visible = (position[None, :] >= seen_from[:, None]) & (
                 position[None, :] < seen_to[:, None]
             )
             scores = tl.where(visible, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, axis=1))
+        highest = tl.maximum(top, tl.max(scores, axis=1) * scale)
         # A row may see none of these keys.
         ground = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-        weights = tl.exp2(scores - ground[:, None])
+        weights = tl.exp2(scores * scale - ground[:, None])
         fade = tl.exp2(top - ground)
         total = total * fade + tl.sum(weights, axis=1)
         mixed = mixed * fade[:, None]
