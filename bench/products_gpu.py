@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels import elementwise
-from pilotlight.engine.cuda.kernels.few_rows import FewRowsTiling, few_rows
+from pilotlight.engine.cuda.kernels.few_rows import FEW, FewRowsTiling, few_rows
 from pilotlight.engine.cuda.kernels.sizes import pieces_of
 
 COPIES_BYTES = 600_000_000
@@ -56,7 +56,9 @@ class Product:
         return 2 * self.rows if self.gated else self.rows
 
 
-def layer(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> tuple[Product, ...]:
+def layer(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int
+) -> tuple[Product, ...]:
     """The products of a step."""
     return (
         Product("qkv", (heads + 2 * kv_heads) * head_dim, hidden),
@@ -75,15 +77,15 @@ SHAPES = {
 }
 
 
-def tilings(one: Product, most: int) -> Iterator[FewRowsTiling]:
+def tilings(one: Product) -> Iterator[FewRowsTiling]:
     """What has a place on a device and keeps it busy."""
     splits = (1, 2, 3, 4, 6, 8) if one.divisible else (1,)
     for rows, columns, parts, warps, stages in product(
         (32, 64, 128, 256), (64, 128), splits, (4, 8), (3, 4, 5, 6)
     ):
-        stage_bytes = 2 * columns * ((2 if one.gated else 1) * rows + most)
+        stage_bytes = 2 * columns * ((2 if one.gated else 1) * rows + FEW)
         programs = pieces_of(one.rows, rows) * parts
-        sums = (2 if one.gated else 1) * rows * most // (warps * 32)
+        sums = (2 if one.gated else 1) * rows * FEW // (warps * 32)
         at_once = min(SHARED_BYTES // (stages * stage_bytes), pieces_of(programs, MULTIPROCESSORS))
         if (
             stages * stage_bytes <= SHARED_BYTES
@@ -97,11 +99,11 @@ def tilings(one: Product, most: int) -> Iterator[FewRowsTiling]:
             yield FewRowsTiling(rows, columns, parts, warps, stages)
 
 
-def compiled(one: Product, tiling: FewRowsTiling, most: int) -> str:
+def compiled(one: Product, tiling: FewRowsTiling) -> str:
     """Has a kernel in triton's cache; what went wrong, or nothing."""
     try:
-        weight, x = operands(one, most, copies=1)
-        few_rows(weight[0], x, tiling, most, gated=one.gated)
+        weight, x = operands(one, FEW, copies=1)
+        few_rows(weight[0], x, tiling, gated=one.gated)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
@@ -137,7 +139,7 @@ def timed_us(step: Callable[[Tensor], Any], weights: Sequence[Tensor]) -> float:
     return statistics.median(times[2:]) * 1e3 / len(weights)
 
 
-def measured(one: Product, count: int, most: int, found: Sequence[FewRowsTiling]) -> dict[str, Any]:
+def measured(one: Product, count: int, found: Sequence[FewRowsTiling]) -> dict[str, Any]:
     """One line."""
     weight_bytes = one.weight_rows * one.width * 2
     weights, x = operands(one, count, max(2, pieces_of(COPIES_BYTES, weight_bytes)))
@@ -156,9 +158,7 @@ def measured(one: Product, count: int, most: int, found: Sequence[FewRowsTiling]
     for tiling in found:
         try:
             taken = timed_us(
-                lambda weight, tiling=tiling: behind(
-                    few_rows(weight, x, tiling, most, gated=one.gated)
-                ),
+                lambda weight, tiling=tiling: behind(few_rows(weight, x, tiling, gated=one.gated)),
                 weights,
             )
         except triton.runtime.errors.OutOfResources:
@@ -168,7 +168,7 @@ def measured(one: Product, count: int, most: int, found: Sequence[FewRowsTiling]
     torch_us = timed_us(plain, weights)
     want = torch.mm(x, weights[0].t())
     want = elementwise.silu_mul(want) if one.gated else want
-    made = few_rows(weights[0], x, rates[0][1], most, gated=one.gated)
+    made = few_rows(weights[0], x, rates[0][1], gated=one.gated)
     made = made if isinstance(made, Tensor) else made.total(x.dtype)
     off = ((made.float() - want.float()).abs().max() / want.float().abs().max()).item()
     return {
@@ -193,27 +193,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["8B"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 64, 128])
-    parser.add_argument("--most", type=int, default=64, help="few are so many, if not more are asked for")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, FEW], help=f"at most {FEW}")
     asked = parser.parse_args(arguments)
-    wanted = {
-        (one, max(asked.most, tokens)): None
-        for shape in asked.shapes
-        for one in SHAPES[shape]
-        for tokens in asked.tokens
-    }
-    work = [(one, tiling, most) for one, most in wanted for tiling in tilings(one, most)]
+    wanted = list(dict.fromkeys(one for shape in asked.shapes for one in SHAPES[shape]))
+    work = [(one, tiling) for one in wanted for tiling in tilings(one)]
     with ProcessPoolExecutor(
         len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         wrong = list(pool.map(compiled, *zip(*work, strict=True), chunksize=4))
     failed = {task: error for task, error in zip(work, wrong, strict=True) if error}
-    print(json.dumps({"compiled": len(work), "failed": len(failed), "errors": sorted(set(failed.values()))[:5]}), flush=True)
-    for one, most in wanted:
-        found = [tiling for tiling in tilings(one, most) if (one, tiling, most) not in failed]
+    made = {"compiled": len(work), "failed": len(failed), "errors": sorted({*failed.values()})[:5]}
+    print(json.dumps(made), flush=True)
+    for one in wanted:
+        found = [tiling for tiling in tilings(one) if (one, tiling) not in failed]
         for tokens in asked.tokens:
-            if max(asked.most, tokens) == most:
-                print(json.dumps(measured(one, tokens, most, found)), flush=True)
+            print(json.dumps(measured(one, tokens, found)), flush=True)
 
 
 if __name__ == "__main__":

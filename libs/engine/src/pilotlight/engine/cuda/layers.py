@@ -13,7 +13,6 @@ products run in another order.
 from contextlib import nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,8 +26,15 @@ from pilotlight.engine.cuda.kernels.decode_attention import (
     decode_attention,
 )
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
+from pilotlight.engine.cuda.kernels.parts import Parts, whole
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
-from pilotlight.engine.cuda.projections import Added, Projections, Rows, gemv_of, projections_of
+from pilotlight.engine.cuda.projections import (
+    PRODUCTS,
+    Projections,
+    Rows,
+    gemv_of,
+    projections_of,
+)
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
@@ -108,9 +114,9 @@ class Layers:
                 scratch,
             )
             if layers.stop < self._decoder.spec.num_layers:
-                return residual if x is None else residual + x
+                return _sum(residual, x)
             if batch is not None and batch.reads:
-                self._read(batch, residual if x is None else residual + x)
+                self._read(batch, _sum(residual, x))
             return self._head(residual, x, step)
         rotations = self._decoder.rotations(step.rows.positions, hidden.dtype)
         for layer in range(layers.start, layers.stop):
@@ -139,19 +145,19 @@ class Layers:
 
     def _fused(
         self,
-        projections: Projections[Rows, Added],
+        projections: Projections[Rows],
         residual: Tensor,
         layers: Stage,
         step: AttentionMetadata,
         scratch: DecodeScratch,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | Parts | None]:
         """The residual stream, and what is still to be added to it."""
         spec = self._decoder.spec
         turns = self._decoder.rotation_tables(
             elementwise.rotations, step.rows.positions, residual.dtype
         )
         single = residual.shape[0] == 1 and step.plain
-        x: Added | None = None
+        x: Tensor | Parts | None = None
         for layer in range(layers.start, layers.stop):
             weights = self._parameters[layer + 1]
             raw = RawHeads(
@@ -176,9 +182,9 @@ class Layers:
             heads = projections.ready(self._attend_raw(layer, step, scratch, qkv, raw, room))
             x = projections.project_divisible(weights, "self_attn.o_proj", heads)
             normed = projections.normed(residual, x, weights["post_attention_layernorm.weight"])
-            opened = projections.opened(projections.project(weights, GATE_UP, normed))
+            opened = projections.open(weights, GATE_UP, normed)
             x = projections.project_divisible(weights, "mlp.down_proj", opened)
-        return residual, projections.whole(x)
+        return residual, x
 
     def _one_row(
         self,
@@ -282,10 +288,11 @@ class Layers:
         if splits is not None:
             decode_attention(queries, stored, step.rows, splits, scratch, self._scale, out)
 
-    def _head(self, residual: Tensor, x: Tensor | None, step: AttentionMetadata) -> Tensor:
+    def _head(self, residual: Tensor, x: Tensor | Parts | None, step: AttentionMetadata) -> Tensor:
         """Logits of the rows that want them; the rows' hidden states are ``residual + x``."""
         spec = self._decoder.spec
         if step.logit_rows is not None:
+            x = whole(x, residual.dtype)
             residual = elementwise.rows_at(step.logit_rows, residual)
             x = None if x is None else elementwise.rows_at(step.logit_rows, x)
         weights, embedding = (
@@ -293,12 +300,17 @@ class Layers:
             self._parameters[0] if spec.tied_embeddings else None,
         )
         if not self.fused or spec.logit_softcap is not None:
-            return self._decoder.head(weights, embedding, residual if x is None else residual + x)
+            return self._decoder.head(weights, embedding, _sum(residual, x))
         output = weights[OUTPUT] if embedding is None else embedding[EMBEDDING]
         if residual.shape[0] == 1 and x is None:
             return self._gemv(output, residual, norm=weights["model.norm.weight"])
         normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
-        return torch.mm(normed, output.t())
+        return PRODUCTS(output, normed)
+
+
+def _sum(residual: Tensor, x: Tensor | Parts | None) -> Tensor:
+    added = whole(x, residual.dtype)
+    return residual if added is None else residual + added
 
 
 def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 ::
 
-    residual, x ─ normed ──> rows ─ project ──> qkv, gates and ups
-    gates, ups ── opened ──> rows ─ project_divisible ──> x, added to the residual by the next ``normed``
+    residual, x ─ normed ──> rows ─┬ project ──> qkv
+                                   └ open ─────> rows ─ project_divisible ──> x, added to the residual by the next ``normed``
     heads ─────── ready ───> rows ─ project_divisible ──> x      heads are in the ``room_for_heads``
 """
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels import elementwise
+from pilotlight.engine.cuda.kernels.few_rows import Products
 from pilotlight.engine.cuda.kernels.fp8 import Fp8Kernels
-from pilotlight.engine.cuda.kernels.fp8_rows import Parts, Quantized
+from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.gemv import Gemv
+from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.tilings import (
     BLOCK_GEMM_TILINGS,
+    FEW_ROWS_TILINGS,
     FP8_TILINGS,
     ROW_GEMM_TILINGS,
     TILINGS,
@@ -26,20 +29,19 @@ from pilotlight.engine.models.layers import Weights, scales_of
 from pilotlight.policy.model import ModelSpec, ScaleKind
 
 Rows = TypeVar("Rows")
-Added = TypeVar("Added")
 
 
-class Projections(Protocol[Rows, Added]):
-    """Steps over many rows; ``Rows`` is what a projection takes, ``Added`` what it may give where
-    the residual is next.
+class Projections(Protocol[Rows]):
+    """Steps over many rows; ``Rows`` is what a projection takes. Where the residual is next, it may
+    give parts.
     """
 
-    def normed(self, residual: Tensor, x: Added | None, norm: Tensor) -> Rows:
+    def normed(self, residual: Tensor, x: Tensor | Parts | None, norm: Tensor) -> Rows:
         """Adds ``x`` to the residual, in place, and gives the norm of the sum."""
         ...
 
-    def opened(self, gates_ups: Tensor) -> Rows:
-        """silu(gates) * ups."""
+    def open(self, weights: Weights, name: str, rows: Rows) -> Rows:
+        """silu(gates) * ups, of one projection to both, without a bias."""
         ...
 
     def room_for_heads(self, like: Tensor, width: int, head_dim: int) -> Tensor | Quantized:
@@ -54,28 +56,24 @@ class Projections(Protocol[Rows, Added]):
         """One projection without its bias."""
         ...
 
-    def project_divisible(self, weights: Weights, name: str, rows: Rows) -> Added:
+    def project_divisible(self, weights: Weights, name: str, rows: Rows) -> Tensor | Parts:
         """One projection with its bias, for the residual."""
-        ...
-
-    def whole(self, x: Added | None) -> Tensor | None:
-        """What is to be added, as one tensor."""
         ...
 
 
 class PlainProjections:
-    """Weights in the dtype that the engine runs in: torch multiplies."""
+    """Weights in the dtype that the engine runs in."""
 
     def __init__(self, eps: float) -> None:
         self._eps = eps
 
-    def normed(self, residual: Tensor, x: Tensor | None, norm: Tensor) -> Tensor:
+    def normed(self, residual: Tensor, x: Tensor | Parts | None, norm: Tensor) -> Tensor:
         """See ``Projections.normed``."""
         return elementwise.add_norm(residual, x, norm, self._eps)
 
-    def opened(self, gates_ups: Tensor) -> Tensor:
-        """See ``Projections.opened``."""
-        return elementwise.silu_mul(gates_ups)
+    def open(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
+        """See ``Projections.open``."""
+        return PRODUCTS.gated(weights[f"{name}.weight"], rows)
 
     def room_for_heads(self, like: Tensor, width: int, head_dim: int) -> Tensor:
         """See ``Projections.room_for_heads``."""
@@ -88,18 +86,14 @@ class PlainProjections:
 
     def project(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
         """See ``Projections.project``."""
-        return torch.mm(rows, weights[f"{name}.weight"].t())
+        return PRODUCTS(weights[f"{name}.weight"], rows)
 
-    def project_divisible(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
+    def project_divisible(self, weights: Weights, name: str, rows: Tensor) -> Tensor | Parts:
         """See ``Projections.project_divisible``."""
-        projected = self.project(weights, name, rows)
-        if (bias := weights.get(f"{name}.bias")) is not None:
-            projected += bias
-        return projected
-
-    def whole(self, x: Tensor | None) -> Tensor | None:
-        """See ``Projections.whole``."""
-        return x
+        bias = weights.get(f"{name}.bias")
+        if bias is None:
+            return PRODUCTS.divisible(weights[f"{name}.weight"], rows)
+        return self.project(weights, name, rows).add_(bias)
 
 
 class Fp8Projections:
@@ -114,9 +108,9 @@ class Fp8Projections:
         """See ``Projections.normed``."""
         return self._kernels.add_norm(residual, x, norm, self._eps)
 
-    def opened(self, gates_ups: Tensor) -> Quantized:
-        """See ``Projections.opened``."""
-        return self._kernels.silu_mul(gates_ups)
+    def open(self, weights: Weights, name: str, rows: Quantized) -> Quantized:
+        """See ``Projections.open``."""
+        return self._kernels.silu_mul(self.project(weights, name, rows))
 
     def room_for_heads(self, like: Tensor, width: int, head_dim: int) -> Tensor | Quantized:
         """See ``Projections.room_for_heads``."""
@@ -139,10 +133,6 @@ class Fp8Projections:
             return self._product(weights, name, rows, divisible=True)
         return self.project(weights, name, rows).add_(bias)
 
-    def whole(self, x: Tensor | Parts | None) -> Tensor | None:
-        """See ``Projections.whole``."""
-        return x.total(self._dtype) if isinstance(x, Parts) else x
-
     def _product(
         self, weights: Weights, name: str, rows: Quantized, *, divisible: bool
     ) -> Tensor | Parts:
@@ -153,7 +143,11 @@ class Fp8Projections:
         )
 
 
-def projections_of(spec: ModelSpec, dtype: torch.dtype) -> Projections[Any, Any]:
+PRODUCTS = Products(FEW_ROWS_TILINGS)
+"""Of rows with weights in 16 bits or more."""
+
+
+def projections_of(spec: ModelSpec, dtype: torch.dtype) -> Projections[Any]:
     """What multiplies the rows of a model that runs in ``dtype``."""
     if spec.quantization is None:
         return PlainProjections(spec.rms_norm_eps)

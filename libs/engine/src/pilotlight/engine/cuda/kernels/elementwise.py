@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pilotlight.engine.cuda.kernels.fp8_rows import Parts
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.parts import Parts, added_up, parts_of
 from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
 
@@ -100,6 +100,7 @@ def _add_norm(
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
     PARTS: tl.constexpr,
+    PART_STRIDE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -108,10 +109,7 @@ def _add_norm(
     dtype = value.dtype
     wide = value.to(tl.float32)
     if PARTS > 0:
-        added = tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32)
-        stride = tl.num_programs(0).to(tl.int64) * HIDDEN
-        for part in tl.static_range(1, PARTS):
-            added += tl.load(x + part * stride + row * HIDDEN + column, mask=known, other=0.0)
+        added = added_up(x, row * HIDDEN + column, known, PARTS, PART_STRIDE)
         wide = (wide + added.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(residual + row * HIDDEN + column, wide.to(dtype), mask=known)
     share = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
@@ -139,14 +137,13 @@ def add_norm(residual: Tensor, x: Tensor | Parts | None, weight: Tensor, eps: fl
     normed = torch.empty_like(residual)
     padded = power_of_2(hidden)
     warps = min(16, max(4, padded // 512))
-    sums = x.sums if isinstance(x, Parts) else x
-    parts = x.sums.shape[0] if isinstance(x, Parts) else int(x is not None)
+    added, parts, stride = parts_of(x, residual)
     _run_add_norm(
         (rows, 1),
-        (residual, residual if sums is None else sums, weight, normed, eps),
-        (hidden, padded, parts),
+        (residual, added, weight, normed, eps),
+        (hidden, padded, parts, stride),
         warps=warps,
-        variant=(residual.dtype if sums is None else sums.dtype,),
+        variant=(added.dtype,),
     )
     return normed
 

@@ -1,5 +1,5 @@
-"""Products of few rows: as fast as the weights can be read, where a product for many rows leaves a
-fifth of the memory's rate unused.
+"""Products of few rows: weights are read nearly as fast as the memory gives them, where what torch
+multiplies with leaves a tenth of that unused.
 
 ::
 
@@ -8,11 +8,12 @@ fifth of the memory's rate unused.
                     └─> silu(gates) * ups, if gated
 
 Weights are the left side, so that their rows fill tensor cores whose other side has few. A product
-is summed in float32 in one order for all row counts of a tiling, and rounded once; what follows is
+is summed in float32, in one order however many rows there are, and rounded once; what follows is
 rounded as if it were a kernel of its own.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,14 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pilotlight.engine.cuda.kernels.fp8_rows import Parts
+from pilotlight.engine.cuda.kernels.elementwise import silu_mul
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.kernels.sizes import pieces_of
+
+FEW = 64
+"""More rows are multiplied by torch, which is as fast there."""
 
 
 class FewRowsTiling(NamedTuple):
-    """How a product is cut up: rows of the weight in a program (of gates, and as many ups), columns
-    of a step, parts of its width, warps, loads under way.
+    """How a product is cut up: rows of the weight in a program (of gates, and as many of ups),
+    columns of a step, parts of its width, warps, loads under way.
     """
 
     rows: int
@@ -37,8 +42,8 @@ class FewRowsTiling(NamedTuple):
     stages: int
 
 
-FewRowsTilings = Mapping[tuple[int, int, int, bool], FewRowsTiling]
-"""Measured ones, by rows of the result, width, rows of x at most, and whether it is gated."""
+FewRowsTilings = Mapping[tuple[int, int, bool], FewRowsTiling]
+"""Measured ones, by rows of the result, width, and whether it is gated."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -84,7 +89,7 @@ def _few_rows(
         sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * ups.to(dtype).to(
             tl.float32
         )
-    place = out + (split * count + token[None, :]).to(tl.int64) * ROWS + row[:, None]
+    place = out + (split * TOKENS_AT_ONCE + token[None, :]) * ROWS + row[:, None]
     tl.store(
         place,
         sums.to(out.dtype.element_ty),
@@ -96,16 +101,15 @@ _run = Kernel(_few_rows)
 
 
 def few_rows(
-    weight: Tensor, x: Tensor, tiling: FewRowsTiling, most: int, *, gated: bool = False
+    weight: Tensor, x: Tensor, tiling: FewRowsTiling, *, gated: bool = False
 ) -> Tensor | Parts:
     """Multiplies.
 
     Args:
-        weight: [rows, width]; gated, [2 * rows, width], the gates first.
-        x: [num_tokens, width].
+        weight: [rows, width]; gated, [2 * rows, width], the gates first. Of 16 bits: float32 would
+            be rounded.
+        x: [num_tokens, width], no more than ``FEW``.
         tiling: one without splits, if gated.
-        most: as many tokens may there be: 16 or more, a power of two. What is summed in which order
-            does not depend on how many there are.
         gated: the result is silu(gates) * ups.
 
     Returns:
@@ -115,14 +119,47 @@ def few_rows(
     rows = all_rows // 2 if gated else all_rows
     splits = tiling.splits
     out = torch.empty(
-        splits, count, rows, dtype=torch.float32 if splits > 1 else x.dtype, device=x.device
+        splits, FEW, rows, dtype=torch.float32 if splits > 1 else x.dtype, device=x.device
     )
     _run(
         (pieces_of(rows, tiling.rows) * splits, 1),
         (weight, x, out, count),
-        (rows, width, tiling.rows, tiling.columns, most, splits, gated),
+        (rows, width, tiling.rows, tiling.columns, FEW, splits, gated),
         warps=tiling.warps,
         stages=tiling.stages,
         variant=(out.dtype,),
     )
-    return Parts(out, count) if splits > 1 else out[0]
+    return Parts(out, count) if splits > 1 else out[0, :count]
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products of rows, few or many."""
+
+    tilings: FewRowsTilings
+
+    def __call__(self, weight: Tensor, x: Tensor) -> Tensor:
+        """[num_tokens, width] times [rows, width]: [num_tokens, rows]."""
+        product = self.divisible(weight, x, at_most=1)
+        assert isinstance(product, Tensor)
+        return product
+
+    def divisible(self, weight: Tensor, x: Tensor, *, at_most: int | None = None) -> Tensor | Parts:
+        """The same, perhaps in parts, ``at_most`` so many."""
+        tiling = self._tiling(weight.shape[0], x, gated=False)
+        if tiling is None or tiling.splits > (at_most or tiling.splits):
+            return torch.mm(x, weight.t())
+        return few_rows(weight, x, tiling)
+
+    def gated(self, weight: Tensor, x: Tensor) -> Tensor:
+        """silu(gates) * ups: [num_tokens, width] times [2 * rows, width]: [num_tokens, rows]."""
+        tiling = self._tiling(weight.shape[0] // 2, x, gated=True)
+        if tiling is None:
+            return silu_mul(torch.mm(x, weight.t()))
+        product = few_rows(weight, x, tiling, gated=True)
+        assert isinstance(product, Tensor)
+        return product
+
+    def _tiling(self, rows: int, x: Tensor, *, gated: bool) -> FewRowsTiling | None:
+        few = x.shape[0] <= FEW and x.dtype.itemsize == 2
+        return self.tilings.get((rows, x.shape[1], gated)) if few else None

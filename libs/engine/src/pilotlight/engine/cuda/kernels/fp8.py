@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from pilotlight.engine.cuda.kernels.fp8_rows import (
-    Parts,
     Quantized,
     run_add_norm,
     run_quantize,
     run_silu_mul,
 )
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.parts import Parts, parts_of
 from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 from pilotlight.policy.model import SCALE_BLOCK
 
@@ -144,14 +144,12 @@ class Fp8Kernels:
         """
         rows, hidden = residual.shape
         made, padded = self._made(residual, hidden), power_of_2(hidden)
-        sums = x.sums if isinstance(x, Parts) else x
-        count = sums.shape[0] if isinstance(x, Parts) and sums is not None else int(x is not None)
-        stride = sums.shape[1] * hidden if count > 1 and sums is not None else 0
+        added, count, stride = parts_of(x, residual)
         run_add_norm(
             (rows, 1),
             (
                 residual,
-                residual if sums is None else sums,
+                added,
                 weight,
                 made.values,
                 made.scales,

@@ -6,12 +6,12 @@ What is computed before is rounded as ``elementwise`` does it.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.parts import added_up
 
 FP8_MAX = tl.constexpr(448.0)
 SMALLEST = tl.constexpr(1e-10)
@@ -26,19 +26,6 @@ class Quantized:
     scales: Tensor
     """[width / group, padded rows], float32: those of one group side by side, as they are read."""
     rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Rows of a product as sums that are still to be added up."""
-
-    sums: Tensor
-    """[parts, padded rows, width], float32."""
-    rows: int
-
-    def total(self, dtype: torch.dtype) -> Tensor:
-        """The rows: [rows, width]."""
-        return self.sums[:, : self.rows].sum(dim=0).to(dtype)
 
 
 @triton.jit
@@ -89,10 +76,7 @@ def _add_norm(
     dtype = value.dtype
     wide = value.to(tl.float32)
     if PARTS > 0:
-        added = tl.load(x + row * HIDDEN + column, mask=known, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            place = x + part * PART_STRIDE + row * HIDDEN + column
-            added += tl.load(place, mask=known, other=0.0)
+        added = added_up(x, row * HIDDEN + column, known, PARTS, PART_STRIDE)
         wide = (wide + added.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(residual + row * HIDDEN + column, wide.to(dtype), mask=known)
     share = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
