@@ -25,11 +25,11 @@ from pilotlight.engine.cuda.kernels.decode_attention import (
     RawHeads,
     decode_attention,
 )
+from pilotlight.engine.cuda.kernels.few_rows import product
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.parts import Parts, whole
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
 from pilotlight.engine.cuda.projections import (
-    PRODUCTS,
     Projections,
     Rows,
     gemv_of,
@@ -305,7 +305,7 @@ class Layers:
         if residual.shape[0] == 1 and x is None:
             return self._gemv(output, residual, norm=weights["model.norm.weight"])
         normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
-        return PRODUCTS(output, normed)
+        return product(output, normed)
 
 
 def _sum(residual: Tensor, x: Tensor | Parts | None) -> Tensor:

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels import elementwise
-from pilotlight.engine.cuda.kernels.few_rows import Products
+from pilotlight.engine.cuda.kernels.few_rows import (
+    divisible_product,
+    gated_product,
+    product,
+)
 from pilotlight.engine.cuda.kernels.fp8 import Fp8Kernels
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.gemv import Gemv
 from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.tilings import (
     BLOCK_GEMM_TILINGS,
-    FEW_ROWS_TILINGS,
     FP8_TILINGS,
     ROW_GEMM_TILINGS,
     TILINGS,
@@ -73,7 +76,7 @@ class PlainProjections:
 
     def open(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
         """See ``Projections.open``."""
-        return PRODUCTS.gated(weights[f"{name}.weight"], rows)
+        return gated_product(weights[f"{name}.weight"], rows)
 
     def room_for_heads(self, like: Tensor, width: int, head_dim: int) -> Tensor:
         """See ``Projections.room_for_heads``."""
@@ -86,13 +89,13 @@ class PlainProjections:
 
     def project(self, weights: Weights, name: str, rows: Tensor) -> Tensor:
         """See ``Projections.project``."""
-        return PRODUCTS(weights[f"{name}.weight"], rows)
+        return product(weights[f"{name}.weight"], rows)
 
     def project_divisible(self, weights: Weights, name: str, rows: Tensor) -> Tensor | Parts:
         """See ``Projections.project_divisible``."""
         bias = weights.get(f"{name}.bias")
         if bias is None:
-            return PRODUCTS.divisible(weights[f"{name}.weight"], rows)
+            return divisible_product(weights[f"{name}.weight"], rows)
         return self.project(weights, name, rows).add_(bias)
 
 
@@ -141,10 +144,6 @@ class Fp8Projections:
         return self._kernels.product(
             rows, weights[f"{name}.weight"], scales, self._dtype, divisible=divisible
         )
-
-
-PRODUCTS = Products(FEW_ROWS_TILINGS)
-"""Of rows with weights in 16 bits or more."""
 
 
 def projections_of(spec: ModelSpec, dtype: torch.dtype) -> Projections[Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from pilotlight.engine.cuda.kernels.few_rows import FewRowsTiling, FewRowsTilings
 from pilotlight.engine.cuda.kernels.fp8 import GemmTiling, Tilings
 from pilotlight.engine.cuda.kernels.gemv import Tiling
 
@@ -18,17 +17,6 @@ TILINGS: Mapping[tuple[int, int, bool], Tiling] = {
 }
 """Of one row: by rows of the result, width, and whether it is gated; ``USUAL`` does for the
 others."""
-
-_WHOLE, _HALVES = FewRowsTiling(64, 128, 1, 4, 5), FewRowsTiling(64, 128, 2, 4, 5)
-
-FEW_ROWS_TILINGS: FewRowsTilings = {
-    (6144, 4096, False): _WHOLE,
-    (4096, 4096, False): _HALVES,
-    (12288, 4096, True): FewRowsTiling(64, 64, 1, 4, 4),
-    (4096, 12288, False): _HALVES,
-    (151936, 4096, False): FewRowsTiling(128, 64, 1, 4, 3),
-}
-"""Of 2 to 64 rows; torch multiplies the others (``make bench-products-gpu``)."""
 
 FP8_TILINGS: Mapping[tuple[int, int, bool], Tiling] = {
     (6144, 4096, False): Tiling(8, 512, 2, 1),

@@ -12,8 +12,7 @@ is summed in float32, in one order however many rows there are, and rounded once
 rounded as if it were a kernel of its own.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,37 @@ class FewRowsTiling(NamedTuple):
     stages: int
 
 
-FewRowsTilings = Mapping[tuple[int, int, bool], FewRowsTiling]
-"""Measured ones, by rows of the result, width, and whether it is gated."""
+MULTIPROCESSORS = 132
+"""Of a large device; fewer than half of them busy read too slowly."""
+SPLIT_COLUMNS = 512
+"""A part has as many at least."""
+
+
+@cache
+def tiling_of(rows: int, width: int, *, gated: bool, divisible: bool) -> FewRowsTiling | None:
+    """What did best, or nearly, for each product of five common models on an H200 (``make
+    bench-products-gpu``): one program for each multiprocessor with many loads under way, and where
+    there is more to do, several for each.
+
+    Args:
+        rows: of the result.
+        width: of the weight.
+        gated: as in ``few_rows``.
+        divisible: the result may come as parts.
+
+    Returns:
+        None: torch multiplies, for a shape that fills no tiles or too little of a device.
+    """
+    if width % 128 or rows % 128:
+        return None
+    tiles = rows // 64
+    if gated:
+        return FewRowsTiling(64, 64, 1, 4, 4) if 2 * tiles >= MULTIPROCESSORS else None
+    if tiles > MULTIPROCESSORS:
+        return FewRowsTiling(128, 64, 1, 4, 6 if tiles <= 2 * MULTIPROCESSORS else 3)
+    splits = min(MULTIPROCESSORS // tiles, width // SPLIT_COLUMNS) if divisible else 1
+    enough = 2 * tiles * splits >= MULTIPROCESSORS
+    return FewRowsTiling(64, 128, splits, 4, 5) if enough else None
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -132,34 +160,35 @@ def few_rows(
     return Parts(out, count) if splits > 1 else out[0, :count]
 
 
-@dataclass(frozen=True, slots=True)
-class Products:
-    """Products of rows, few or many."""
+def product(weight: Tensor, x: Tensor) -> Tensor:
+    """[num_tokens, width] times [rows, width]: [num_tokens, rows]."""
+    tiling = _tiling(weight.shape[0], x)
+    if tiling is None:
+        return torch.mm(x, weight.t())
+    made = few_rows(weight, x, tiling)
+    assert isinstance(made, Tensor)
+    return made
 
-    tilings: FewRowsTilings
 
-    def __call__(self, weight: Tensor, x: Tensor) -> Tensor:
-        """[num_tokens, width] times [rows, width]: [num_tokens, rows]."""
-        product = self.divisible(weight, x, at_most=1)
-        assert isinstance(product, Tensor)
-        return product
+def divisible_product(weight: Tensor, x: Tensor) -> Tensor | Parts:
+    """The same, perhaps in parts."""
+    tiling = _tiling(weight.shape[0], x, divisible=True)
+    return torch.mm(x, weight.t()) if tiling is None else few_rows(weight, x, tiling)
 
-    def divisible(self, weight: Tensor, x: Tensor, *, at_most: int | None = None) -> Tensor | Parts:
-        """The same, perhaps in parts, ``at_most`` so many."""
-        tiling = self._tiling(weight.shape[0], x, gated=False)
-        if tiling is None or tiling.splits > (at_most or tiling.splits):
-            return torch.mm(x, weight.t())
-        return few_rows(weight, x, tiling)
 
-    def gated(self, weight: Tensor, x: Tensor) -> Tensor:
-        """silu(gates) * ups: [num_tokens, width] times [2 * rows, width]: [num_tokens, rows]."""
-        tiling = self._tiling(weight.shape[0] // 2, x, gated=True)
-        if tiling is None:
-            return silu_mul(torch.mm(x, weight.t()))
-        product = few_rows(weight, x, tiling, gated=True)
-        assert isinstance(product, Tensor)
-        return product
+def gated_product(weight: Tensor, x: Tensor) -> Tensor:
+    """silu(gates) * ups: [num_tokens, width] times [2 * rows, width]: [num_tokens, rows]."""
+    tiling = _tiling(weight.shape[0] // 2, x, gated=True)
+    if tiling is None:
+        return silu_mul(torch.mm(x, weight.t()))
+    made = few_rows(weight, x, tiling, gated=True)
+    assert isinstance(made, Tensor)
+    return made
 
-    def _tiling(self, rows: int, x: Tensor, *, gated: bool) -> FewRowsTiling | None:
-        few = x.shape[0] <= FEW and x.dtype.itemsize == 2
-        return self.tilings.get((rows, x.shape[1], gated)) if few else None
+
+def _tiling(
+    rows: int, x: Tensor, *, gated: bool = False, divisible: bool = False
+) -> FewRowsTiling | None:
+    if x.shape[0] > FEW or x.dtype.itemsize != 2:
+        return None
+    return tiling_of(rows, x.shape[1], gated=gated, divisible=divisible)
