@@ -3,8 +3,8 @@ the compiler made of each.
 
 For heads of 64, 128 and 256, and tiles of queries and keys with 4 and 8 warps: registers and
 spilled words of a thread, shared memory of a program, and the median time of one layer's attention
-of a whole prompt, or of a piece behind ``--behind`` tokens that are in the cache; and how many
-products a second those are. The tile that ``prefill_tile`` chooses is marked, and comes first.
+of a whole prompt, or of a piece behind ``--behind`` tokens that are in the cache, or of ``--prompts``
+of them at once; and how many products a second those are. The tile that ``prefill_tile`` chooses is marked, and comes first.
 Where a tile has no place on the device, that is the line. One line of JSON for each, some three
 seconds each: they are compiled.
 """
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -39,15 +40,48 @@ DTYPES = (torch.bfloat16, torch.float32)
 ROUNDS = 20
 
 
-def tiles(head_dim: int, dtype: torch.dtype, tokens: int) -> Iterator[tuple[PrefillTile, bool]]:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of each prompt."""
+
+    prompts: int
+    tokens: int
+    behind: int
+    """So many, which are in the cache."""
+
+    @property
+    def batch(self) -> Batch:
+        """Each prompt's blocks lie behind the one's before."""
+        blocks = blocks_for(self.behind + self.tokens)
+        return Batch(
+            tuple(
+                Segment(
+                    self.behind,
+                    self.tokens,
+                    tuple(range(first * blocks, (first + 1) * blocks)),
+                    True,
+                )
+                for first in range(self.prompts)
+            )
+        )
+
+    def products(self, heads: int, head_dim: int) -> float:
+        """A multiplication and an addition for each query, key and width, of scores and of their
+        sums.
+        """
+        seen = self.behind + self.tokens / 2
+        return 4 * heads * head_dim * self.prompts * self.tokens * seen
+
+
+def tiles(head_dim: int, dtype: torch.dtype, piece: Piece) -> Iterator[tuple[PrefillTile, bool]]:
     """The chosen one, then the others."""
-    chosen = prefill_tile(head_dim, dtype, tokens)
+    chosen = prefill_tile(head_dim, dtype, piece.prompts * piece.tokens, piece.prompts)
     yield chosen, True
-    wide, broad = dtype == torch.float32, head_dim > NARROW_DIM
-    if wide and not broad:
+    wide = dtype == torch.float32
+    if wide and head_dim <= NARROW_DIM:
         return
     for queries, keys in WIDE_SIZES if wide else SIZES:
-        for warps, stages in product((4, 8), (1,) if wide else (2, 3) if broad else (3,)):
+        for warps, stages in product((4, 8), (1,) if wide else (2, 3)):
             if (tile := PrefillTile(queries, keys, warps, stages)) != chosen:
                 yield tile, False
 
@@ -57,16 +91,16 @@ def measure(
     dtype: torch.dtype,
     tile: PrefillTile,
     step: AttentionMetadata,
-    tokens: int,
-    behind: int,
+    piece: Piece,
 ) -> dict[str, Any]:
-    """One tile's figures, for a piece of so many tokens behind others."""
+    """One tile's figures."""
     device = torch.device("cuda", 0)
     heads, kv_heads = HEADS[head_dim]
-    queries = torch.randn(tokens, heads, head_dim, device=device, dtype=dtype)
+    rows = piece.prompts * piece.tokens
+    queries = torch.randn(rows, heads, head_dim, device=device, dtype=dtype)
     keys, values = (
         torch.randn(
-            blocks_for(behind + tokens) * BLOCK_TOKENS,
+            piece.prompts * blocks_for(piece.behind + piece.tokens) * BLOCK_TOKENS,
             kv_heads,
             head_dim,
             device=device,
@@ -74,7 +108,7 @@ def measure(
         )
         for _ in range(2)
     )
-    out = torch.empty(tokens, heads * head_dim, device=device, dtype=dtype)
+    out = torch.empty(rows, heads * head_dim, device=device, dtype=dtype)
     assert step.chunks is not None
     before = len(PREFILL.compiled)
     times: list[float] = []
@@ -89,14 +123,12 @@ def measure(
         times.append(began.elapsed_time(ended))
     (made,) = PREFILL.compiled[before:]
     ms = statistics.median(times[2:])
-    # A multiplication and an addition for each query, key and width, of scores and of their sums.
-    products = 4 * heads * head_dim * tokens * (behind + tokens / 2)
     return {
         "registers": made.n_regs,
         "spills": made.n_spills,
         "shared_bytes": made.metadata.shared,
         "ms": round(ms, 4),
-        "tflops": round(products / ms / 1e9, 1),
+        "tflops": round(piece.products(heads, head_dim) / ms / 1e9, 1),
         "finite": bool(out.isfinite().all()),
     }
 
@@ -108,19 +140,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--behind", type=int, default=0, help="so many, which are in the cache")
+    parser.add_argument("--prompts", type=int, default=1, help="so many at once")
     parser.add_argument(
         "--head-dims", type=int, nargs="+", choices=tuple(HEADS), default=list(HEADS)
     )
     parser.add_argument("--chosen", action="store_true", help="no other tiles")
     asked = parser.parse_args(arguments)
-    blocks = tuple(range(blocks_for(asked.behind + asked.tokens)))
-    step = send(
-        fields_of(Batch((Segment(asked.behind, asked.tokens, blocks, True),)), 0, None),
-        torch.device("cuda", 0),
-    )
+    piece = Piece(asked.prompts, asked.tokens, asked.behind)
+    step = send(fields_of(piece.batch, 0, None), torch.device("cuda", 0))
     for head_dim in asked.head_dims:
         for dtype in DTYPES:
-            for tile, chosen in tiles(head_dim, dtype, asked.tokens):
+            for tile, chosen in tiles(head_dim, dtype, piece):
                 if asked.chosen and not chosen:
                     continue
                 line: dict[str, Any] = {
@@ -130,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 }
                 line["chosen"] = chosen
                 try:
-                    line |= measure(head_dim, dtype, tile, step, asked.tokens, asked.behind)
+                    line |= measure(head_dim, dtype, tile, step, piece)
                 except triton.runtime.errors.OutOfResources as error:
                     line["no_place"] = str(error)
                 print(json.dumps(line), flush=True)

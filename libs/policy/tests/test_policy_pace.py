@@ -26,3 +26,11 @@ def test_who_comes_in_time_or_nearly_waits():
     assert too_late_by_s(LEAST_WAIT_S, within_s=0.1) is None
     assert too_late_by_s(LEAST_WAIT_S + 0.5, within_s=0.1) == pytest.approx(0.5)
     assert too_late_by_s(1e9, within_s=float("inf")) is None
+
+
+@pytest.mark.parametrize(
+    ("turns", "over_s", "within"),
+    [(LEAST_TURNS, LEAST_S, 128), (100, 3.0, 33), (LEAST_TURNS - 1, 60.0, 0), (9_000, 0.4, 0)],
+)
+def test_turns_to_come_follow_from_turns_that_came_if_there_were_enough(turns, over_s, within):
+    assert Pace(turns=turns, over_s=over_s).turns_within(1.0) == within

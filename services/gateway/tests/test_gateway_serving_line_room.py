@@ -85,3 +85,70 @@ def test_who_would_be_turned_away_is_told_before_anything_is_done_for_it():
     queue.check_room(FOX, LITTLE)
     queue.check_room(ModelName("cat"), FLOOD)
     assert queue.held == 2
+
+
+def moving_queue(clock):
+    """A queue of at most two, whose router has an instance while ``free`` says so."""
+    free = [True]
+    instance = SimpleNamespace(instance=SimpleNamespace(instance_id="inst-0"), serving=True)
+    router = SimpleNamespace(
+        pick=lambda *_: instance if free[0] else None,
+        pick_open=lambda *_: None,
+        is_warm=lambda _: True,
+        sent=lambda _: None,
+        answered=lambda *_, **__: None,
+    )
+    queue = PendingQueue(router, clock, QueueBounds(model_requests=2))
+
+    def enter():
+        now_s = clock.monotonic_s()
+        return queue.enter(
+            Ticket(
+                model=FOX,
+                digest="d",
+                needed_tokens=100,
+                held_tokens=7,
+                since_s=now_s,
+                deadline_s=now_s + 60,
+                share=FLOOD,
+            )
+        )
+
+    return queue, free, enter
+
+
+def test_a_line_may_be_as_long_as_what_is_served_within_a_second():
+    clock = ManualClock()
+    queue, free, enter = moving_queue(clock)
+    for _ in range(300):  # for three seconds, 100 a second, nobody waits
+        enter()
+        clock.advance(0.01)
+    queue.demand()
+    free[0] = False
+    for _ in range(95):
+        queue.check_room(FOX, FLOOD)
+        enter()
+    with pytest.raises(TooManyHeld):
+        for _ in range(6):
+            queue.check_room(FOX, FLOOD)
+            enter()
+    with pytest.raises(TooManyHeld):
+        enter()
+    clock.advance(300.0)  # nothing is served any more
+    with pytest.raises(TooManyHeld):
+        queue.check_room(FOX, FLOOD)
+
+
+def test_a_line_that_nothing_has_moved_of_late_is_forgotten():
+    clock = ManualClock()
+    queue, free, enter = moving_queue(clock)
+    for _ in range(300):
+        enter()
+        clock.advance(0.01)
+    clock.advance(300.0)
+    queue.demand()
+    free[0] = False
+    for _ in range(2):
+        enter()
+    with pytest.raises(TooManyHeld, match="2 requests already wait"):
+        enter()

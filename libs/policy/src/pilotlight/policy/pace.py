@@ -15,7 +15,7 @@ LEAST_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Turns that came while others waited."""
+    """Turns that came in some time: those of a line that somebody waits in, or all of a model's."""
 
     turns: int
     over_s: float
@@ -27,6 +27,12 @@ class Pace:
         if self.turns < LEAST_TURNS or self.over_s < LEAST_S:
             return None
         return ahead * self.over_s / self.turns
+
+    def turns_within(self, seconds: float) -> int:
+        """How many turns come in as many seconds; 0: too few have come to tell."""
+        if self.turns < LEAST_TURNS or self.over_s < LEAST_S:
+            return 0
+        return int(seconds * self.turns / self.over_s)
 
 
 def too_late_by_s(wait_s: float, within_s: float) -> float | None:

@@ -6,12 +6,12 @@ from pilotlight.policy.pace import LEAST_S, LEAST_TURNS, Pace
 
 
 class Pacing:
-    """Of one line, while somebody waits in it."""
+    """Of one line, while somebody waits in it, or of all that a model has."""
 
     __slots__ = ("_before", "_before_s", "_since_s", "_turns")
 
     def __init__(self, now_s: float) -> None:
-        """The line begins: nobody waited."""
+        """It begins: none has come."""
         self._before = self._turns = 0
         self._before_s = self._since_s = now_s
 

@@ -82,7 +82,9 @@ class GatewaySettings(
         description="Requests that one gateway holds while models load; more are refused with 429.",
     )
     max_held_per_model: int = Field(
-        512, ge=1, description="Requests that one gateway holds for one model."
+        512,
+        ge=1,
+        description="Requests that one gateway holds for one model; more only if they have their turn within a second at the pace of late.",
     )
     request_timeout_s: float = Field(
         3600.0,

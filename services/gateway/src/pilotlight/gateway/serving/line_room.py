@@ -35,6 +35,13 @@ class LineRoom(Generic[W]):
             if not self.coming[model]:
                 del self.coming[model]
 
+    def may_go(self, line: Line[W]) -> bool:
+        """Whether nothing is lost with a line: nobody is in it, and it may not be longer than a new
+        one.
+        """
+        least = self._bounds.model_requests
+        return not line and not line.handed and line.room(least) == least
+
     def made_by(
         self,
         line: Line[W],
@@ -59,6 +66,9 @@ class LineRoom(Generic[W]):
             TooManyHeld: the newcomer.
         """
         bounds, waiting, held = self._bounds, len(line) + coming, self.held + coming
+        if held < bounds.total_requests and waiting < bounds.model_requests:
+            return None
+        bounds = replace(bounds, model_requests=line.room(bounds.model_requests))
         if held < bounds.total_requests and waiting < bounds.model_requests:
             return None
         facts = QueueFacts(

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pilotlight.gateway.pacing import Pacing
 from pilotlight.policy.fairness import FairTurns, Holding
+from pilotlight.policy.pace import LEAST_WAIT_S
 
 
 class Waits(Protocol):
@@ -62,6 +63,8 @@ class Line(Generic[W]):
         self._turns = FairTurns()
         self._pacing: Pacing | None = None
         """Since somebody waits; None: nobody does."""
+        self._served = Pacing(now_s())
+        """All that got an instance, whether or not they waited."""
         self.conditional = False
         """Some of them may not wait for a start, or were there and are not any more."""
         self.handed: set[W] = set()
@@ -97,7 +100,18 @@ class Line(Generic[W]):
         self._turns.served(place.tenant, place.cost, place.weight)
         if self._pacing is not None:
             self._pacing.turn(self._now_s())
+        self.served()
         self.remove(place)
+
+    def served(self) -> None:
+        """One has got its instance, whether or not it waited."""
+        self._served.turn(self._now_s())
+
+    def room(self, at_least: int) -> int:
+        """How many may wait: as many as have their turn within the time for which nobody is turned
+        away (``policy.pace``), or ``at_least``.
+        """
+        return max(at_least, self._served.pace(self._now_s()).turns_within(LEAST_WAIT_S))
 
     def remove(self, place: W) -> bool:
         """It leaves, if it is there."""

@@ -189,6 +189,7 @@ class PendingQueue:
         if not line:
             route = self._pick(ticket)
             if route is not None:
+                line.served()
                 self._assign(place, route)
                 return place
         if not returning:
@@ -294,9 +295,8 @@ class PendingQueue:
         now_s = self._clock.monotonic_s()
         demands: list[Demand] = []
         for model, line in list(self._lines.items()):
-            if not line and not line.handed:
+            if self.room.may_go(line):
                 del self._lines[model]
-                continue
             waiting = [place for place in (*line, *line.handed) if place.counts]
             if not waiting:
                 continue

@@ -189,6 +189,6 @@ def gated_product(weight: Tensor, x: Tensor) -> Tensor:
 def _tiling(
     rows: int, x: Tensor, *, gated: bool = False, divisible: bool = False
 ) -> FewRowsTiling | None:
-    if x.shape[0] > FEW or x.dtype.itemsize != 2:
+    if not 1 < x.shape[0] <= FEW or x.dtype.itemsize != 2:
         return None
     return tiling_of(rows, x.shape[1], gated=gated, divisible=divisible)
