@@ -20,8 +20,8 @@ from itertools import product
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.few_rows import FEW, FewRowsTiling, few_rows
@@ -105,7 +105,7 @@ def compiled(one: Product, tiling: FewRowsTiling) -> str:
         weight, x = operands(one, FEW, copies=1)
         few_rows(weight[0], x, tiling, gated=one.gated)
         torch.cuda.synchronize()
-    except Exception as error:
+    except (RuntimeError, TritonError) as error:
         return f"{type(error).__name__}: {error}"[:200]
     return ""
 
@@ -161,7 +161,7 @@ def measured(one: Product, count: int, found: Sequence[FewRowsTiling]) -> dict[s
                 lambda weight, tiling=tiling: behind(few_rows(weight, x, tiling, gated=one.gated)),
                 weights,
             )
-        except triton.runtime.errors.OutOfResources:
+        except TritonError:
             continue
         rates.append((taken, tiling))
     rates.sort()

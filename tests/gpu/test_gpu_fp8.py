@@ -23,8 +23,9 @@ from pilotlight.engine.cuda.graphs import GraphSet
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch, decode_attention
 from pilotlight.engine.cuda.kernels.fp8 import Fp8Kernels, GemmTiling, padded_tokens
-from pilotlight.engine.cuda.kernels.fp8_rows import Parts, Quantized
+from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
 from pilotlight.engine.cuda.kernels.gemv import Gemv
+from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
 from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.device.kv import KvCache
