@@ -3,10 +3,10 @@ the compiler made of each.
 
 For heads of 64, 128 and 256, and tiles of queries and keys with 4 and 8 warps: registers and
 spilled words of a thread, shared memory of a program, and the median time of one layer's attention
-of a whole prompt, or of a piece behind ``--behind`` tokens that are in the cache, or of ``--prompts``
-of them at once; and how many products a second those are. The tile that ``prefill_tile`` chooses is marked, and comes first.
-Where a tile has no place on the device, that is the line. One line of JSON for each, some three
-seconds each: they are compiled.
+of a whole prompt, or of a piece behind ``--behind`` tokens that are in the cache, or of
+``--prompts`` of them at once; and how many products a second those are. The tile that
+``prefill_tile`` chooses is marked, and comes first. Where a tile has no place on the device, that
+is the line. One line of JSON for each, some three seconds each: they are compiled.
 """
 
 import argparse

@@ -3,9 +3,9 @@ bench/products_gpu.py``.
 
 Every product of a decode step, with the small kernel that follows where the two are cut up
 together: a sum's parts are added by the norm, gates are opened by the product itself. Each is
-replayed as a graph over as many copies of its weights as no cache holds, so that a figure is that of
-a step: microseconds of one product, and the rate at which its weights are read. Kernels are compiled
-by all cores before. One line of JSON for each product and row count, the fastest first.
+replayed as a graph over as many copies of its weights as no cache holds, so that a figure is that
+of a step: microseconds of one product, and the rate at which its weights are read. Kernels are
+compiled by all cores before. One line of JSON for each product and row count, the fastest first.
 """
 
 import argparse

@@ -13,7 +13,18 @@ from pilotlight.engine.cuda.kernels.sizes import pieces_of, power_of_2
 
 @triton.jit
 def added_up(x, place, known, PARTS: tl.constexpr, PART_STRIDE: tl.constexpr):
-    """The sum of what lies at ``place`` of each part, in float32."""
+    """The sum of what lies at the same place of each part.
+
+    Args:
+        x: the first part.
+        place: what of it.
+        known: what of that there is.
+        PARTS: how many there are.
+        PART_STRIDE: from a value to the next part's.
+
+    Returns:
+        Of ``place``'s shape, float32.
+    """
     total = tl.load(x + place, mask=known, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x + part * PART_STRIDE + place, mask=known, other=0.0)
