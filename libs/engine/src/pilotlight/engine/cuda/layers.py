@@ -290,21 +290,26 @@ class Layers:
 
     def _head(self, residual: Tensor, x: Tensor | Parts | None, step: AttentionMetadata) -> Tensor:
         """Logits of the rows that want them; the rows' hidden states are ``residual + x``."""
-        spec = self._decoder.spec
-        if step.logit_rows is not None:
+        spec, wanted = self._decoder.spec, step.logit_rows
+        plain = not self.fused or spec.logit_softcap is not None
+        # Parts are of few rows: the norm of all of them costs no more than that of some.
+        later = isinstance(x, Parts) and not plain
+        if wanted is not None and not later:
             x = whole(x, residual.dtype)
-            residual = elementwise.rows_at(step.logit_rows, residual)
-            x = None if x is None else elementwise.rows_at(step.logit_rows, x)
+            residual = elementwise.rows_at(wanted, residual)
+            x = None if x is None else elementwise.rows_at(wanted, x)
         weights, embedding = (
             self._parameters[spec.num_layers + 1],
             self._parameters[0] if spec.tied_embeddings else None,
         )
-        if not self.fused or spec.logit_softcap is not None:
+        if plain:
             return self._decoder.head(weights, embedding, _sum(residual, x))
         output = weights[OUTPUT] if embedding is None else embedding[EMBEDDING]
         if residual.shape[0] == 1 and x is None:
             return self._gemv(output, residual, norm=weights["model.norm.weight"])
         normed = elementwise.add_norm(residual, x, weights["model.norm.weight"], spec.rms_norm_eps)
+        if wanted is not None and later:
+            normed = elementwise.rows_at(wanted, normed)
         return product(output, normed)
 
 
