@@ -14,8 +14,9 @@ from pilotlight.common.clock import SystemClock, moment_of
 from pilotlight.common.errors import BadRequest, HostPoolFull, SourceUnavailable
 from pilotlight.common.testing import until
 from pilotlight.dataplane.chunk_fill import ChunkWork
+from pilotlight.dataplane.file_reads import FileReads
 from pilotlight.dataplane.source_origin import SourceOrigin
-from pilotlight.policy.cluster import OriginKind
+from pilotlight.native.reads import FileRead
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.model import Model
 from pilotlight.policy.phase import Moment, PhaseName
@@ -84,34 +85,39 @@ async def test_places_are_those_of_the_tensors(make_node, register) -> None:
 class Gate:
     """Opens folders whose chunks come when a test lets them."""
 
-    kind = OriginKind.SOURCE
-    trusted = True
-    link = "gate"
-    name = "gate"
-
     def __init__(self) -> None:
         self.open = threading.Event()
+        """Lets the chunks come of every source that is opened while it is this event."""
         self.opening = threading.Event()
+        self.closing = threading.Event()
         self.opened = 0
         self.closed = 0
         self.reads: list[int] = []
 
-    def __call__(self, model: Model, manifest: Manifest) -> "Gate":
+    def __call__(self, model: Model, manifest: Manifest) -> "Gated":
+        source = Gated(self, model, manifest)
         self.opened += 1
         self.opening.set()
-        self.chunks = SourceOrigin(
-            FolderSource(Path(model.uri.removeprefix("file://"))), manifest, model.uri
-        )
-        return self
+        return source
+
+
+class Gated(SourceOrigin):
+    """One folder, as a gate opened it."""
+
+    def __init__(self, gate: Gate, model: Model, manifest: Manifest) -> None:
+        super().__init__(FolderSource(Path(model.uri.removeprefix("file://"))), manifest, model.uri)
+        self._gate = gate
+        self._may_come = gate.open
 
     def read(self, part: int, chunk: Chunk, work: ChunkWork) -> None:
-        assert self.open.wait(10)
-        self.reads.append(chunk.size_bytes)
-        self.chunks.read(part, chunk, work)
+        assert self._may_come.wait(10)
+        self._gate.reads.append(chunk.size_bytes)
+        super().read(part, chunk, work)
 
     def close(self) -> None:
-        self.closed += 1
-        self.chunks.close()
+        super().close()
+        self._gate.closed += 1
+        self._gate.closing.set()
 
 
 async def test_all_who_want_a_model_share_one_fetch(make_node, register) -> None:
@@ -167,6 +173,35 @@ async def test_who_comes_while_an_old_fetch_ends_gets_a_new_one(make_node, regis
     gate.open.set()
     assert await node.drain(second) == list(registered.parts)
     assert gate.opened == 2
+
+
+async def test_an_old_fetch_that_ends_closes_no_file_that_the_new_one_reads(
+    make_node, register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, reading, run = Gate(), threading.Event(), FileReads.run
+
+    def run_once_the_old_is_closed(self: FileReads, read: FileRead, *, resident_only: bool) -> None:
+        # The descriptors are with the read by now.
+        reading.set()
+        assert gate.closing.wait(10)
+        run(self, read, resident_only=resident_only)
+
+    monkeypatch.setattr(FileReads, "run", run_once_the_old_is_closed)
+    node = make_node(open_source=gate)
+    registered = node.add(register())
+    first = node.copies.claim(registered.model, registered.parts, ONE, leased=True)
+    await asyncio.to_thread(gate.opening.wait, 10)
+    old, gate.open = gate.open, threading.Event()
+    node.copies.release(first)
+    second = node.copies.claim(registered.model, registered.parts, TWO, leased=True)
+    gate.open.set()
+    assert await asyncio.to_thread(reading.wait, 10)
+    assert (gate.opened, gate.closed) == (2, 0)
+    old.set()
+    assert await node.drain(second) == list(registered.parts)
+    for part in registered.parts:
+        assert image_of(node, registered.model, part) == oracle(registered, part)
+    await until(lambda: gate.closed == 2)
 
 
 async def test_a_lease_keeps_a_copy_and_an_order_does_not(make_node, register) -> None:

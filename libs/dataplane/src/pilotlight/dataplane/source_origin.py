@@ -60,8 +60,8 @@ KEPT_FILES = 64
 """Most files of a model that stay open, or one more for each thread."""
 
 OpenSource = Callable[[Model, Manifest], ModelSource]
-"""Opens the source of a model; blocks. Raises what ``ModelSource.read_range`` raises, and
-``UriNotAllowed``."""
+"""Opens the source of a model, each time one of its own: who asked closes it. Blocks. Raises what
+``ModelSource.read_range`` raises, and ``UriNotAllowed``."""
 
 
 class OpenedLate:
