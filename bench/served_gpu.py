@@ -19,7 +19,7 @@ same. For each part:
   its Python files were read before. Ours is from the request, with the system up and the model
   registered, and loaded nowhere: the first one, when nothing is compiled either; another one of
   files in the page cache; and one whose parameters the host pool has. The floor is for the second;
-* 161 tokens in and 128 out, streamed, at 1, 8, 64 and 128 concurrent, two rounds;
+* 161 tokens in and 128 out, streamed, at 1, 8, 64 and 128 concurrent, three rounds;
 * conversations with the lengths of a trace's (``data/azure_conv_2023_sample.csv``) at three rates,
   Poisson arrivals, the same for both. Goodput is the share of answers with TTFT of at most 200 ms
   and TPOT of at most 20 ms, times the rate. Ours is told this SLO as its users tell it, as the
@@ -82,7 +82,7 @@ class Sizes:
     rates: tuple[float, ...]
     window_s: float
     """Of arrivals at each rate."""
-    rounds: int = 2
+    rounds: int = 3
     output_tokens: int = OUTPUT_TOKENS
     divided_by: int = 1
     """Lengths of conversations."""
