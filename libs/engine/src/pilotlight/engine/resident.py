@@ -42,7 +42,7 @@ from pilotlight.engine.sampling import (
     unanswered,
     wait_for_late,
 )
-from pilotlight.engine.under_way import UnderWay
+from pilotlight.engine.under_way import UnderWay, token_ids_of
 from pilotlight.engine.watching import stepping
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
@@ -223,7 +223,7 @@ class ResidentStage:
             if not plan.requests:
                 wait_for_late(self.scheduler.requests)
                 return StageStep(plan=plan)
-            batch = UnderWay(plan, torch.tensor(plan.token_ids), 0)
+            batch = UnderWay(plan, token_ids_of(plan), 0)
         plan = batch.plan
         outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
         if reach < self.spec.num_layers:

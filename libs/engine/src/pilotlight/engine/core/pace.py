@@ -33,7 +33,17 @@ class Pace:
     less than its launches.
     """
 
-    __slots__ = ("_ended_s", "_launches", "_least_s", "_prompt", "_recent", "_stream")
+    __slots__ = (
+        "_ended_s",
+        "_launches",
+        "_launches_s",
+        "_least_s",
+        "_prompt",
+        "_prompt_token_s",
+        "_recent",
+        "_stream",
+        "_stream_token_s",
+    )
 
     def __init__(self) -> None:
         self._least_s: float | None = None
@@ -42,6 +52,9 @@ class Pace:
         self._prompt: deque[float] = deque(maxlen=SAMPLES)
         self._launches: deque[float] = deque(maxlen=SAMPLES)
         self._ended_s: float | None = None
+        # Asked for again and again while one step is planned.
+        self._stream_token_s = self._launches_s = 0.0
+        self._prompt_token_s: float | None = None
 
     def ran(self, batch: Batch, began_s: float, ended_s: float) -> None:
         """Learns from a step.
@@ -71,25 +84,28 @@ class Pace:
             if len(contexts) >= LEAST_STREAMS:
                 beyond_s = max(0.0, seconds - self._least_s)
                 self._stream.append(beyond_s / _stream_work(contexts))
+                self._stream_token_s = median(self._stream)
 
     def _with_prompts(self, tokens: int, work: float, seconds: float, streams_s: float) -> None:
         if tokens >= LEAST_PROMPT_TOKENS:
             self._prompt.append(max(0.0, seconds - streams_s) / work)
+            self._prompt_token_s = sorted(self._prompt)[len(self._prompt) // 4]
         else:
             self._launches.append(seconds)
+            self._launches_s = median(self._launches)
 
     def streams_s(self, contexts: Iterable[int]) -> float | None:
         """Seconds of a step of streams with contexts of so many tokens; None: not known yet."""
         if self._least_s is None:
             return None
-        return self._least_s + (
-            median(self._stream) * _stream_work(contexts) if self._stream else 0
-        )
+        if not self._stream_token_s:
+            return self._least_s
+        return self._least_s + self._stream_token_s * _stream_work(contexts)
 
     @property
     def launches_s(self) -> float:
         """Seconds of a step with prompts at least, as far as that is known."""
-        return median(self._launches) if self._launches else 0.0
+        return self._launches_s
 
     @property
     def prompt_token_s(self) -> float | None:
@@ -98,7 +114,7 @@ class Pace:
 
         The lower quartile: steps with few tokens are longer than those say.
         """
-        return sorted(self._prompt)[len(self._prompt) // 4] if self._prompt else None
+        return self._prompt_token_s
 
 
 def _stream_work(contexts: Iterable[int]) -> float:

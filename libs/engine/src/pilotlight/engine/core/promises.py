@@ -71,13 +71,13 @@ class Promises:
             running: their prompts end before.
             now_s: on the engine's clock.
         """
-        first = next(iter(timely))
-        if not self.kept or len(timely) == 1 or not self.pace.prompt_token_s:
+        first, token_s = next(iter(timely)), self.pace.prompt_token_s
+        if not self.kept or len(timely) == 1 or not token_s:
             return first
         begin_s = now_s + self._ahead_s(running) + DELIVERY_S
         kept = most_in_time(
             [
-                (request.due_s, self._runs_s(request), place)
+                (request.due_s, token_s * prompt_work(request.computed, request.wanted), place)
                 for place, request in enumerate(islice(timely, LOOKED_AT))
                 if request.due_s is not None
             ],
@@ -205,9 +205,12 @@ def most_in_time(jobs: Iterable[tuple[float, float, int]], begin_s: float) -> se
     Returns:
         Their names; None: all.
     """
+    jobs = sorted(jobs)
+    if jobs and begin_s + sum(runs_s for _, runs_s, _ in jobs) <= jobs[0][0]:
+        return None  # as mostly, and told sooner
     ends_s, longest = begin_s, list[tuple[float, int]]()
     left_out = False
-    for due_s, runs_s, name in sorted(jobs):
+    for due_s, runs_s, name in jobs:
         ends_s += runs_s
         heapq.heappush(longest, (-runs_s, name))
         if ends_s > due_s:

@@ -2,7 +2,6 @@
 place, until it can be sent.
 """
 
-import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Plan
@@ -10,6 +9,7 @@ from pilotlight.engine.core.lifecycle import RequestState
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.pipeline.arriving import ArrivingLayers
 from pilotlight.engine.resident import ResidentStage
+from pilotlight.engine.under_way import token_ids_of
 
 
 class NextMicroBatch:
@@ -79,7 +79,7 @@ class NextMicroBatch:
             self._nothing_for = scheduler.waiting, scheduler.running
             return None
         self._planned = plan, tuple(request.takes for request in plan.requests)
-        self._arriving.begin(plan.batch, torch.tensor(plan.token_ids), stage)
+        self._arriving.begin(plan.batch, token_ids_of(plan), stage)
         return plan
 
 
