@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pilotlight.engine.cuda.kernels.elementwise import silu_mul
-from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.launching import Kernel, shared_bytes
 from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.kernels.sizes import pieces_of
 
@@ -40,6 +40,11 @@ class FewRowsTiling(NamedTuple):
     warps: int
     stages: int
 
+    def shared_bytes(self, *, gated: bool) -> int:
+        """Of shared memory, what a program holds: its loads."""
+        rows = (2 if gated else 1) * self.rows + FEW
+        return self.stages * rows * self.columns * 2
+
 
 MULTIPROCESSORS = 132
 """Of a large device; fewer than half of them busy read too slowly."""
@@ -49,7 +54,7 @@ SPLIT_COLUMNS = 512
 
 @cache
 def tiling_of(rows: int, width: int, *, gated: bool, divisible: bool) -> FewRowsTiling | None:
-    """What did best, or nearly, for each product of five common models on an H200 (``make
+    """What did best, or nearly, for each product of four common models on an H200 (``make
     bench-products-gpu``): one program for each multiprocessor with many loads under way, and where
     there is more to do, several for each.
 
@@ -191,4 +196,7 @@ def _tiling(
 ) -> FewRowsTiling | None:
     if not 1 < x.shape[0] <= FEW or x.dtype.itemsize != 2:
         return None
-    return tiling_of(rows, x.shape[1], gated=gated, divisible=divisible)
+    tiling = tiling_of(rows, x.shape[1], gated=gated, divisible=divisible)
+    # A smaller device has no place for as many loads.
+    fits = tiling is not None and tiling.shared_bytes(gated=gated) <= shared_bytes()
+    return tiling if fits else None

@@ -3,6 +3,7 @@ longer than a small kernel runs.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ from pilotlight.engine.watching import compiling
 from pilotlight.native.graphs import kernel_loaded
 
 Constant = int | bool
+
+
+@cache
+def shared_bytes() -> int:
+    """The most shared memory that a program can have: 227 KiB on an H200, 99 on an L4."""
+    active = triton.runtime.driver.active
+    return active.utils.get_device_properties(active.get_current_device())["max_shared_mem"]
 
 
 class Kernel:

@@ -17,11 +17,13 @@ from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.cuda.attention_metadata import QUERIES_AT_ONCE, Chunks, RowMetadata
 from pilotlight.engine.cuda.kernels.decode_attention import LOG2_E, PRECISION, store_heads
 from pilotlight.engine.cuda.kernels.fp8_rows import Quantized
-from pilotlight.engine.cuda.kernels.launching import Kernel
+from pilotlight.engine.cuda.kernels.launching import Kernel, shared_bytes
 from pilotlight.engine.cuda.kernels.sizes import power_of_2
 
 MANY_ROWS = 1024
 """From this many on, fewer warps for each tile do better; and of one prompt, larger tiles."""
+LONG_TILE_BYTES = 164_864
+"""Of shared memory, what a tile of 128 queries by 128 keys of 128 holds, with three stages."""
 NARROW_DIM = 128
 """Wider heads need smaller tiles: what a program holds grows with them."""
 
@@ -179,7 +181,10 @@ def prefill_tile(
         return PrefillTile(QUERIES_AT_ONCE, 32, 8, 1)
     if padded_dim == NARROW_DIM:
         long = num_rows >= MANY_ROWS * num_segments
-        return PrefillTile(QUERIES_AT_ONCE, 128, 8, 3) if long else PrefillTile(64, 64, 4, 2)
+        if not long:
+            return PrefillTile(64, 64, 4, 2)
+        if shared_bytes() >= LONG_TILE_BYTES:
+            return PrefillTile(QUERIES_AT_ONCE, 128, 8, 3)
     return PrefillTile(QUERIES_AT_ONCE, 64, 4 if num_rows >= MANY_ROWS else 8, 3)
 
 
