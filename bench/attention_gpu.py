@@ -33,7 +33,7 @@ from pilotlight.engine.cuda.kernels.prefill_attention import (
 
 HEADS = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
 """Heads of queries, and of keys and values, by their width: Gemma 3 12B has the last."""
-SIZES = ((128, 64), (128, 128), (128, 32), (64, 64), (64, 128))
+SIZES = ((128, 64), (128, 128), (128, 32), (64, 64), (64, 128), (64, 32), (32, 64))
 WIDE_SIZES = ((128, 32), (64, 32), (32, 32))
 """Of float32."""
 DTYPES = (torch.bfloat16, torch.float32)

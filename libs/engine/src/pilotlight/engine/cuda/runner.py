@@ -190,16 +190,26 @@ class CudaRangeRunner:
             and self._fill(self._prompt, length, batch, inputs, layers)
         ):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
-        fields = fields_of(batch, self._spare, self._window, self._whole_from)
+        # Beside others our own kernel attends: cuDNN prepares each new length for tens of
+        # milliseconds, in which they would wait.
+        whole_from = self._whole_from if rows == 1 else None
+        fields = fields_of(batch, self._spare, self._window, whole_from)
         splits = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
         if splits > self._scratch.max_splits:
             self._scratch = self._scratch_for(splits, zeros_on(self._device))
-        return run_in(self._eager, partial(self._eagerly, batch, fields, inputs, layers))
+        return run_in(
+            self._eager, partial(self._eagerly, batch, fields, inputs, layers, whole_from)
+        )
 
     def _eagerly(
-        self, batch: Batch, fields: Mapping[str, Words], inputs: Tensor, layers: Stage
+        self,
+        batch: Batch,
+        fields: Mapping[str, Words],
+        inputs: Tensor,
+        layers: Stage,
+        whole_from: int | None,
     ) -> Tensor:
-        words = send(fields, self._device, whole_prompt(batch, self._whole_from))
+        words = send(fields, self._device, whole_prompt(batch, whole_from))
         first = layers.start == 0
         sent = inputs.to(torch.int32) if first else inputs  # as captured steps have token ids
         there = sent.to(self._device, non_blocking=True)

@@ -166,7 +166,7 @@ def prefill_tile(
     for a prompt that takes 0.12 with 8). float32 is kept twice, for it is multiplied in parts: a
     tile of 128 rows has no place in the 227 KiB of shared memory. For heads of 128, long pieces do
     best with as many keys at once as there is room for (1,360 behind 1,360: 0.156 ms for 0.175),
-    short prompts with tiles that they nearly fill (64 of 161: 0.197 ms for 0.273).
+    short prompts with tiles that they nearly fill (64 of 161: 0.169 ms for 0.250).
 
     Args:
         padded_dim: of its heads.
@@ -182,7 +182,7 @@ def prefill_tile(
     if padded_dim == NARROW_DIM:
         long = num_rows >= MANY_ROWS * num_segments
         if not long:
-            return PrefillTile(64, 64, 4, 2)
+            return PrefillTile(64, 32, 4, 2)
         if shared_bytes() >= LONG_TILE_BYTES:
             return PrefillTile(QUERIES_AT_ONCE, 128, 8, 3)
     return PrefillTile(QUERIES_AT_ONCE, 64, 4 if num_rows >= MANY_ROWS else 8, 3)
