@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Column, Table, delete, func, insert, select
+from sqlalchemy import Column, Table, delete, func, insert, select, text
+from sqlalchemy.dialects import postgresql
 
 from pilotlight.cache.repository import retention as cache_retention
 from pilotlight.cache.settings import CacheSettings
 from pilotlight.common.clock import ManualClock, SystemClock
 from pilotlight.common.db import retention as retention_module
 from pilotlight.common.db import tables
-from pilotlight.common.db.retention import Keep, PruneMetrics, Pruner, PruneSettings, keep_outbox
+from pilotlight.common.db.retention import (
+    Keep,
+    PruneMetrics,
+    Pruner,
+    PruneSettings,
+    keep_outbox,
+    too_old,
+)
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.testing import DatabaseSettingsOf, until
@@ -122,6 +130,18 @@ async def test_a_clock_that_is_ahead_deletes_nothing_that_is_young(database: Dat
     ahead = ManualClock(wall=NOW + timedelta(days=10_000))
     assert await pruner(database, Keep(at=tables.usage.c.at, days=10), clock=ahead).prune() == 0
     assert await kept(database) == ["0", "5"]
+
+
+@pytest.mark.parametrize("table", [tables.usage, tables.spans], ids=lambda table: table.name)
+async def test_what_is_too_old_is_found_by_an_index(database: Database, table: Table) -> None:
+    """Not by reading all rows, once a minute, to find none."""
+    at = table.c.at if "at" in table.c else table.c.start_at
+    old = select(at).where(too_old(Keep(at=at, days=10), NOW)).order_by(at).limit(5)
+    told = old.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True})
+    async with database.reading() as connection:
+        await connection.execute(text("SET LOCAL enable_seqscan = off"))
+        plan = "\n".join((await connection.execute(text(f"EXPLAIN {told}"))).scalars())
+    assert "Index Cond" in plan
 
 
 async def test_surplus_rows_go_the_oldest_first_in_batches(

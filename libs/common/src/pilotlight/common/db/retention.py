@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter
@@ -189,11 +189,7 @@ class Pruner:
         return sum([await self._prune_table(rule) for rule in self._rules])
 
     async def _prune_table(self, rule: Keep) -> int:
-        # Rows are told by their writers' wall clocks, and one of the two that judge may be wrong.
-        now = func.least(
-            func.clock_timestamp(), literal(self._clock.wall(), DateTime(timezone=True))
-        )
-        by_age = await self._delete(rule, "age", rule.at < now - timedelta(days=rule.days))
+        by_age = await self._delete(rule, "age", too_old(rule, self._clock.wall()))
         last = await self._last_kept(rule)
         return (
             by_age
@@ -259,6 +255,21 @@ class Pruner:
             if rows is not None and 0 <= rows < rule.max_rows / 2:
                 return None
             return (await connection.execute(newest)).scalar_one_or_none()
+
+
+def too_old(rule: Keep, wall: datetime) -> ColumnElement[bool]:
+    """Whether a row is, by the database's clock and by this process's: rows are told by their
+    writers' wall clocks, and one of the two that judge may be wrong.
+
+    The database's is that of the transaction's begin: by one that goes on within a statement
+    (``clock_timestamp``), no index is searched, and every row is read for it each minute.
+
+    Args:
+        rule: the row's table, and how long its rows are kept.
+        wall: this process's clock.
+    """
+    now = func.least(func.now(), literal(wall, DateTime(timezone=True)))
+    return rule.at < now - timedelta(days=rule.days)
 
 
 def _may_go(rule: Keep) -> ColumnElement[bool]:
