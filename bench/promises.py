@@ -2,8 +2,8 @@
 bench-promises``.
 
 The engine's own scheduler (``pilotlight.engine.core``) in simulated time, with its lookahead, under
-what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draw of
-its own runs and four others, and short prompts at a number of clients. Then conversations alone on
+what ``bench/served_gpu.py`` asks: conversations at three rates for each of two models, the draws of
+its own runs and two others, and short prompts at a number of clients. Then conversations alone on
 an instance that has learned nothing, whose kernels compile, whose predictions are wrong, or whose
 host takes 5 ms more of each step with prompts. Steps take what they took on an H200
 (``promises_device.py``), and gateways stand before it (``promises_gateways.py``); nothing else of a
@@ -28,7 +28,16 @@ import promises_device as device
 import served_gpu_load as load
 from promises_device import Served, Trial
 from promises_gateways import Asked
-from served_gpu import OUTPUT_TOKENS, PROMPT_TOKENS, SEED, TURNS, commit, conversations, machine
+from served_gpu import (
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SEED,
+    TURNS,
+    Sizes,
+    commit,
+    conversations,
+    machine,
+)
 from served_gpu_up import NO_SLO_MS
 
 from pilotlight.engine.core.limits import BatchLimits
@@ -36,8 +45,8 @@ from pilotlight.policy.request import Promise
 
 RATES = {"4B": (8.0, 16.0, 32.0), "8B": (6.0, 12.0, 24.0)}
 WINDOW_S = 10.0
-DRAWS, OTHERS_APART = range(5), 1000
-BEFORE = 5 + 2 * len(TURNS)
+DRAWS = range(5)
+BEFORE = 5 + Sizes.rounds * len(TURNS)
 """Draws of ``bench/served_gpu.py`` before its first conversations that count."""
 SLO = Promise(first_token_in_s=load.TTFT_MS / 1000, token_s=load.TPOT_MS / 1000)
 NO_SLO = Promise(first_token_in_s=NO_SLO_MS[0] / 1000, token_s=NO_SLO_MS[1] / 1000)
@@ -98,8 +107,11 @@ def served(shape: str, limits: BatchLimits, draw: int) -> dict[str, dict[str, fl
 
 
 def seed_of(shape: str, rate_per_s: float, draw: int) -> int:
-    """Of the conversations that ``bench/served_gpu.py`` draws; of others with other draws."""
-    return SEED + BEFORE + RATES[shape].index(rate_per_s) + OTHERS_APART * draw
+    """Of the conversations that ``bench/served_gpu.py`` draws, as often as it has rounds; of others
+    with further draws.
+    """
+    rates = RATES[shape]
+    return SEED + BEFORE + rates.index(rate_per_s) + len(rates) * draw
 
 
 def rows_of(shape: str, common: Mapping[str, str]) -> list[dict[str, Any]]:
