@@ -88,6 +88,11 @@ def helpers() -> dict[int, str]:
     return found
 
 
+def cpu_limits() -> set[str]:
+    limits = [Path(f"/proc/{pid}/limits").read_text() for pid in helpers()]
+    return {one.split("Max cpu time")[1].split()[0] for one in limits}
+
+
 def own_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -116,6 +121,16 @@ async def test_hostile_text_ends_its_own_request(make_world, bundle, content, st
         # Others do not notice.
         await world.worker()
         assert (await ask(world, "hello")).status_code == 200
+
+
+async def test_what_was_used_before_is_held_against_no_job(make_world):
+    """As it would be by a limit of all of a helper's time: the kernel's count of that is not the
+    one that it tells.
+    """
+    world = await make_world(text_short_timeout_s=1.0)
+    await world.worker()
+    assert (await ask(world, "hello")).status_code == 200
+    assert cpu_limits() == {"unlimited"}
 
 
 async def test_a_lost_helper_is_replaced_and_its_job_not_repeated(make_world):

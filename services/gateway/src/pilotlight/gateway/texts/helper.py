@@ -10,7 +10,6 @@ The gateway takes that for the job's fault and starts another helper.
 import contextlib
 import ctypes
 import gc
-import math
 import os
 import resource
 import signal
@@ -74,6 +73,8 @@ KEPT_TEXTS = 64
 """Models of which template and tokenizer are kept; fewer where they are large."""
 KEPT_SHARE = 0.5
 """Of the memory a job may take: what is kept takes no more."""
+LEAST_CPU_S = 0.001
+"""Of a job: a timer of none would never end it."""
 NICENESS = 5
 """Streams go before prompts."""
 READ_BYTES = 64 * 1024
@@ -177,11 +178,12 @@ class Helper:
             return Failed(code=TextFailed.code, message=_said(error))
 
     def _limit(self, cpu_s: float) -> None:
-        """Gives this job its processor time and its memory, beside what the helper has used; all
-        jobs together leave little behind.
+        """Gives this job its processor time, and its memory beside what the helper has; all jobs
+        together leave little behind.
         """
-        used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used_s + cpu_s), resource.RLIM_INFINITY))
+        # Not ``RLIMIT_CPU`` beside what was used: the kernel holds that against a count of its
+        # ticks, which after an hour of short jobs is seconds from what it tells of the use.
+        signal.setitimer(signal.ITIMER_PROF, max(cpu_s, LEAST_CPU_S))
         limit_bytes = min(
             self._address_space_bytes() + self._memory_bytes,
             self._start_bytes + 2 * self._memory_bytes,
@@ -303,6 +305,7 @@ def main(arguments: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     connection = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(connection.fileno(), False)
     os.nice(NICENESS)

@@ -50,7 +50,7 @@ _ENVIRONMENT = {
     "RUST_BACKTRACE": "0",
 }
 _BLAMED: dict[int, str] = {
-    signal.SIGXCPU: "it took more processor time than it may",
+    signal.SIGPROF: "it took more processor time than it may",
     signal.SIGABRT: "it took more memory than it may, or crashed",
     signal.SIGSEGV: "it crashed",
     signal.SIGBUS: "it crashed",
