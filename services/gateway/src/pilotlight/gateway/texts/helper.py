@@ -182,7 +182,7 @@ class Helper:
         together leave little behind.
         """
         # Not ``RLIMIT_CPU`` beside what was used: the kernel holds that against a count of its
-        # ticks, which after an hour of short jobs is seconds from what it tells of the use.
+        # ticks, which drifts away from what it tells of the use.
         signal.setitimer(signal.ITIMER_PROF, max(cpu_s, LEAST_CPU_S))
         limit_bytes = min(
             self._address_space_bytes() + self._memory_bytes,
