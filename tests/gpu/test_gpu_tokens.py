@@ -21,6 +21,8 @@ CYCLES = 300_000_000
 @pytest.mark.parametrize("cycles", [0, CYCLES // 30, CYCLES])
 def test_tokens_come_behind_all_that_was_launched_before(rows: int, cycles: int) -> None:
     chosen = torch.arange(rows, dtype=torch.int32, device="cuda")
+    # The driver pins memory of a new size here, beside no wait that might end meanwhile.
+    CudaTokens(chosen).wait()
     torch.cuda.synchronize()
     launched = torch.cuda.Event()
     if cycles:
