@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.step_error: Exception | None = None
         self.prefilled = False
         self.due_s: float | None = None
+        self.rest_s = 0.0
         self.step_s = 0.001
         self.slots: dict[InstanceId, int | None] = {}
         self.early = False

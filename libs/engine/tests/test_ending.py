@@ -177,15 +177,17 @@ def test_a_newcomer_has_its_first_step_when_the_batch_has_ended() -> None:
 def test_those_that_run_go_on_ahead_of_the_host_until_the_batch_has_ended() -> None:
     stage = stage_of(0.100, [3] * 6 + [90] * 5)
     come(stage, 3, 3)
-    followed: list[bool] = []
-    for _ in range(4):
+    followed: list[int] = []
+    for _ in range(3):
         plan = stage.scheduler.schedule(stage.now_s)
-        followed.append(stage.scheduler.follow_on(plan, stage.now_s) is not None)
+        following = stage.scheduler.follow_on(plan, stage.now_s)
+        assert following is not None
+        followed.append(len(following.requests))
         stage.scheduler.advance(plan)
         for one in plan.sampled:
             if one.accept(0):
                 stage.drop(one)
-    assert followed == [True, True, False, True], "the step that ends it is followed by theirs"
+    assert followed == [11, 11, 5 + 1], "the newcomer's prompt follows the step that ends it"
 
 
 ARRIVALS = st.lists(

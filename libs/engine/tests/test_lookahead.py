@@ -13,28 +13,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from pilotlight.engine import resident
+from pilotlight.engine import lookahead, resident
 from pilotlight.engine.compute import Compute, compute_on
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, SampledToken, sample
+from pilotlight.engine.engine import Engine
+from pilotlight.engine.lookahead import (
+    LOOK_S,
+    PLANNING_S,
+    UNSURE_SHARE,
+    LaunchedStep,
+    may_follow,
+)
+from pilotlight.engine.results import StepResult
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.request import RequestKey, Sampling
 
 
 class LateTokens:
-    """Tokens that are there, and not looked at."""
+    """Tokens that are there, and not looked at; they say so when asked for the third time."""
 
     followed = 0
 
     def __init__(self, sampled: list[SampledToken | NotSampled]) -> None:
         self._sampled = sampled
+        self._asked = 0
+
+    @property
+    def there(self) -> bool:
+        self._asked += 1
+        return self._asked > 2
 
     @property
     def inputs(self) -> Tensor:
@@ -67,12 +83,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def talk(
-    driver: Callable[..., object], checkpoint: Callable[..., object], prompts: list[list[int]]
+    driver: Callable[..., object], checkpoint: Callable[..., object], limits: BatchLimits
 ) -> dict[str, list[int]]:
     """Requests that come, stop, are aborted, lose blocks, and need more than simple sampling, in
     the middle of others.
     """
-    run = driver(BatchLimits(step_tokens=64, running=8))
+    run = driver(limits)
     run.load(checkpoint("qwen2"), kv_tokens=512)
     dice = random.Random(5)
     for number in range(24):
@@ -104,18 +120,63 @@ def talk(
     return outputs
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        BatchLimits(step_tokens=64, running=8),
+        BatchLimits(step_tokens=16, chunk_tokens=8, running=4),
+        BatchLimits(step_tokens=64, running=8, keep_promises=True),
+    ],
+    ids=["whole prompts", "pieces", "promises"],
+)
 def test_nobody_can_tell(
     driver: Callable[..., object],
     checkpoint: Callable[..., object],
-    prompts: list[list[int]],
     ahead: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    limits: BatchLimits,
 ) -> None:
     ahead(False)
-    plain = talk(driver, checkpoint, prompts)
+    plain = talk(driver, checkpoint, limits)
     ahead(True)
-    before = LateTokens.followed
-    assert talk(driver, checkpoint, prompts) == plain
-    assert LateTokens.followed > before + 20
+    followed, with_prompts, follow_on = 0, 0, BatchScheduler.follow_on
+
+    def counted(self: BatchScheduler, *asked: object) -> Plan | None:
+        nonlocal followed, with_prompts
+        plan = follow_on(self, *asked)
+        if plan is not None:
+            followed += 1
+            with_prompts += any(segment.count > 1 for segment in plan.batch.segments)
+        return plan
+
+    monkeypatch.setattr(BatchScheduler, "follow_on", counted)
+    assert talk(driver, checkpoint, limits) == plain
+    assert followed > 20
+    assert with_prompts > 2
+
+
+def test_nobody_can_tell_who_came_while_the_host_had_nothing_to_do(
+    driver: Callable[..., object],
+    checkpoint: Callable[..., object],
+    ahead: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = BatchLimits(step_tokens=64, running=8, keep_promises=True)
+    ahead(False)
+    plain = talk(driver, checkpoint, limits)
+    ahead(True)
+    monkeypatch.setattr(lookahead, "PLANNING_S", -0.050)
+    rests = 0
+
+    def counted(self: Engine) -> StepResult:
+        nonlocal rests
+        rests += self.rest_s > 0
+        return step(self)
+
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", counted)
+    assert talk(driver, checkpoint, limits) == plain
+    assert rests > 20
 
 
 def test_a_stages_first_token_waits_for_no_other_batch(
@@ -206,6 +267,128 @@ def test_a_house_without_room_is_followed_though_others_wait(
     assert (following is not None) == followed
     if followed:
         assert segments_of(following) == [(40, 1)]
+
+
+def streaming(scheduler: BatchScheduler) -> Plan:
+    """The plan of a step of streams alone, under way; those before it are booked."""
+    plan = scheduler.schedule(0.0)
+    while any(segment.count > 1 for segment in plan.batch.segments):
+        scheduler.advance(plan)
+        for one in plan.sampled:
+            one.accept(3)
+        plan = scheduler.schedule(0.0)
+    return plan
+
+
+def come(scheduler: BatchScheduler, length: int) -> Request:
+    """One more, whose prompt is its own."""
+    sampling = Sampling(seed=0, max_tokens=10, temperature=0.0)
+    request = Request(RequestKey(RequestId("new"), 1), range(length), (), sampling, 1000)
+    scheduler.submit(request)
+    return request
+
+
+def test_a_prompt_joins_what_follows_a_step_of_streams() -> None:
+    scheduler = scheduler_with(16, 4, 16, 5)
+    plan = streaming(scheduler)
+    newcomer = come(scheduler, 30)
+    following = scheduler.follow_on(plan, 0.0)
+    assert segments_of(following) == [(17, 1), (6, 1), (0, 30)]
+    assert following is not None
+    assert following.sampled == (*plan.requests, newcomer)
+    assert following.prefix_looked_up_tokens == 30
+    scheduler.advance(plan)
+    for one in plan.requests:
+        one.accept(3)
+    scheduler.advance(following)
+    assert [one.wanted for one in following.requests] == [0, 0, 0], "each has a token to come"
+
+
+def test_a_long_prompt_goes_on_in_what_follows() -> None:
+    scheduler = scheduler_with(16, 4, 5)
+    come(scheduler, 150)
+    scheduler.advance(plan := scheduler.schedule(0.0))
+    assert segments_of(plan) == [(0, 5), (0, 59)]
+    plan.requests[0].accept(3)
+    alone = scheduler.schedule(0.0, at_most=1)
+    assert segments_of(alone) == [(5, 1)]
+    assert segments_of(scheduler.follow_on(alone, 0.0)) == [(6, 1), (59, 63)]
+
+
+def test_what_follows_a_step_with_prompts_is_known_where_its_end_is() -> None:
+    scheduler = scheduler_with(32, 4, 5)
+    long = come(scheduler, 150)
+    plan = scheduler.schedule(0.0)
+    assert segments_of(plan) == [(0, 5), (0, 59)]
+    assert scheduler.follow_on(plan, 0.0) is None
+    following = scheduler.follow_on(plan, 0.0, ends_s=0.1)
+    assert segments_of(following) == [(5, 1), (59, 63)]
+    scheduler.advance(plan)
+    plan.requests[0].accept(3)
+    assert following is not None
+    scheduler.advance(following)
+    assert segments_of(scheduler.follow_on(following, 0.1, ends_s=0.2)) == [(6, 1), (122, 28)]
+    assert long.wanted == 28
+
+
+def test_the_host_rests_until_shortly_before_a_step_ends() -> None:
+    class Paced(Pace):
+        def step_s(self, batch: Batch) -> float | None:
+            return 0.1 if batch.num_tokens > 2 else None
+
+    class Coming(LateTokens):
+        there = False
+
+    def rest_s(tokens: LateTokens, plan: Plan, now_s: float) -> float:
+        return LaunchedStep(plan, (1,), tokens).begun(10.0, Paced()).rest_s(now_s)
+
+    plan = scheduler_with(8, 4, 16).schedule(0.0)
+    assert rest_s(Coming([]), plan, 10.0) == LOOK_S
+    last_s = 10.1 - UNSURE_SHARE * 0.1 - PLANNING_S
+    assert rest_s(Coming([]), plan, last_s - 0.001) == pytest.approx(0.001)
+    assert rest_s(Coming([]), plan, last_s) == 0.0
+    arrived = LateTokens([])
+    assert [rest_s(arrived, plan, 10.0) for _ in range(3)] == [LOOK_S, LOOK_S, 0.0]
+    unknown = scheduler_with(8, 4, 1).schedule(0.0)
+    assert rest_s(Coming([]), unknown, 10.0) == 0.0
+
+
+def test_none_joins_that_may_not_run_before_tokens_are_known() -> None:
+    scheduler = scheduler_with(16, 4, 16, 5)
+    plan = streaming(scheduler)
+    newcomer = come(scheduler, 30)
+    assert scheduler.follow_on(plan, 0.0, lambda request: request is not newcomer) is None
+    assert scheduler.waiting == 1
+    assert segments_of(scheduler.follow_on(plan, 0.0)) == [(17, 1), (6, 1), (0, 30)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "may"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_k": 5}, False),
+        ({"prompt_logprobs": 2}, False),
+    ],
+    ids=["greedy", "noisy", "top_k", "scored"],
+)
+def test_who_may_run_before_tokens_are_known(changes: dict[str, object], may: bool) -> None:
+    sampling = Sampling(**{"seed": 0, "max_tokens": 3, "temperature": 0.0, **changes})
+    request = Request(RequestKey(RequestId("r"), 1), [1, 2], (), sampling, 1000)
+    assert may_follow(request) == may
+
+
+def test_what_follows_has_tokens_of_streams_and_of_prompts() -> None:
+    scheduler = scheduler_with(16, 4, 16, 5)
+    plan = streaming(scheduler)
+    plan.requests[0].sampling = replace(plan.requests[0].sampling, max_tokens=2)
+    come(scheduler, 4)
+    following = scheduler.follow_on(plan, 0.0)
+    assert segments_of(following) == [(6, 1), (0, 4)], "the first ends with what is under way"
+    tokens = LateTokens([SampledToken(71, None), SampledToken(72, None)])
+    step = LaunchedStep(plan, (1, 1), tokens)
+    assert following is not None
+    assert step.inputs_of(following).tolist() == [72, 0, 1, 2, 3]
 
 
 def test_a_plan_for_some_of_its_requests() -> None:

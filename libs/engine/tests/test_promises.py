@@ -120,6 +120,16 @@ def test_streams_waited_for_what_ran_between_their_steps():
     assert pace.streams_s([9] * 16) == pytest.approx(0.010, rel=0.01)
 
 
+def test_what_a_step_takes_is_known_once_streams_and_prompts_have_run():
+    pace = Pace()
+    prompts = Batch((Segment(9, 1, (0,), True), Segment(0, 1000, (1,), True)))
+    assert pace.step_s(prompts) is None
+    trained(pace)
+    streams = Batch(tuple(Segment(9, 1, (0,), True) for _ in range(16)))
+    assert pace.step_s(streams) == pytest.approx(pace.streams_s([10] * 16))
+    assert pace.step_s(prompts) == pytest.approx(took_s(1, 1000), rel=0.1)
+
+
 def test_a_first_token_is_in_time_while_the_prompt_can_run_before_it_is_due():
     promises = Promises(kept=True)
     trained(promises.pace)
@@ -175,6 +185,8 @@ def test_a_prompt_takes_as_long_as_the_stream_with_the_least_lead_can_wait():
     assert promises.prompt_tokens(streams, 9000, now_s + 0.5) == room(TOKEN_SHARE * 0.8 - 0.6, 4)
     streams[2].first_s = now_s - 0.5
     assert promises.prompt_tokens(streams, 9000, now_s + 0.5) == ahead, "late already"
+    one_more = promises.prompt_tokens(streams, 9000, now_s + 0.5, under_way=1)
+    assert one_more == room(TOKEN_SHARE * 0.82 - 0.5, 4), "it will be there by then"
     hopeless = [stream("hopeless", 10, now_s + 0.5, 0.0001)]
     assert promises.prompt_tokens(hopeless, 9000, now_s + 0.5) == LEAST_TOKENS
 

@@ -43,6 +43,22 @@ def test_a_request_that_waits_for_parts_is_looked_at_when_its_time_is_over(
     assert [(one.request_id, one.code) for one in step.produced] == [("req-1", "deadline_exceeded")]
 
 
+def test_it_hears_the_parent_while_the_engine_has_nothing_to_do_for_its_device(
+    start_child: Any, scripted: ScriptedEngine, pool: Any
+) -> None:
+    parent = start_child()
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    scripted.rest_s = 60.0
+    scripted.may_step.clear()  # A step would not come back.
+    parent.send(run("req-1"), UnloadStage(instance_id=InstanceId("nothing")))
+    parent.until(StageUnloaded)
+    scripted.rest_s = 0.0
+    scripted.may_step.set()
+    parent.send(Abort(request_id=RequestId("req-other"), attempt=1))
+    assert parent.until(StepDone).produced
+
+
 def test_a_request_that_is_refused_ends_with_an_error_and_the_others_go_on(
     start_child: Any, pool: Any
 ) -> None:

@@ -83,13 +83,17 @@ class Engine:
         """
         if self._ended or self._grown or self._stages.working:
             return True
-        due_s = self.due_s
-        return due_s is not None and self._monotonic_s() >= due_s
+        return (due_s := self.due_s) is not None and self._monotonic_s() >= due_s
 
     @property
     def due_s(self) -> float | None:
         """When there is work though nothing happens: the next deadline of what waits for parts."""
         return self._stages.due_s
+
+    @property
+    def rest_s(self) -> float:
+        """See ``HeldStages.rest_s``; 0, too, where a step has something to report."""
+        return 0.0 if self._ended or self._grown else self._stages.rest_s(self._monotonic_s())
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -188,8 +192,7 @@ class Engine:
         Raises:
             StageBusy: requests are in flight on it. Nothing has changed.
         """
-        resident = self._stages.get(instance_id)
-        if resident is None:
+        if (resident := self._stages.get(instance_id)) is None:
             return
         if in_flight := resident.in_flight:
             raise StageBusy(f"{instance_id} has {in_flight} requests in flight")
@@ -233,8 +236,9 @@ class Engine:
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """As ``extension.call_off``; False of a stage that is not held."""
-        resident = self._stages.get(instance_id)
-        return resident is not None and extension.call_off(resident)
+        return (resident := self._stages.get(instance_id)) is not None and extension.call_off(
+            resident
+        )
 
     def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
         """See ``HeldStages.rename``."""
@@ -274,8 +278,7 @@ class Engine:
 
     def serves(self, instance_id: InstanceId) -> bool:
         """``add`` takes requests for it: a whole model, or the lead of a connected pipeline."""
-        resident = self._stages.get(instance_id)
-        return resident is not None and resident.serves
+        return (resident := self._stages.get(instance_id)) is not None and resident.serves
 
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int:
         """Room for tokens that a stage can use, in a pipeline as much as all of its stages have; 0
@@ -368,8 +371,7 @@ class Engine:
 
     def release(self, request_id: RequestId, attempt: int) -> Released:
         """Lets a request go that goes on elsewhere, silently; ``BadRequest`` if it is not here."""
-        found = self._stages.find(RequestKey(request_id, attempt))
-        if found is None:
+        if (found := self._stages.find(RequestKey(request_id, attempt))) is None:
             raise BadRequest(f"request {request_id}, attempt {attempt}, is not here")
         resident, request = found
         resident.scheduler.end(request, RequestEvent.DROP)
@@ -396,5 +398,5 @@ class Engine:
             else StageStep()
         )
         produced.extend(done.produced)
-        step_time_s = self._monotonic_s() - start_s
+        step_time_s = self._monotonic_s() - (start_s if done.began_s is None else done.began_s)
         return step_result(self._stages.values(), resident, done, produced, grown, step_time_s)

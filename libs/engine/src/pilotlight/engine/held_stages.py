@@ -19,6 +19,13 @@ class HeldStages(dict[InstanceId, ResidentStage]):
         """Those that have work."""
         return [stage for stage in self.values() if stage.has_work]
 
+    def rest_s(self, now_s: float) -> float:
+        """How long a step would do nothing but wait for the device, while more requests may come;
+        0: it is time for a step, as always where several stages have work.
+        """
+        working = self.working
+        return working[0].rest_s(now_s) if len(working) == 1 else 0.0
+
     @property
     def due_s(self) -> float | None:
         """The next deadline of requests that wait for parts."""

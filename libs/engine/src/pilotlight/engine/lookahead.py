@@ -10,20 +10,38 @@ The tokens of n are the inputs of n + 1 before the host has seen them. What the 
 from n (a stop token, an abort, a preemption) makes a row of n + 1 void: its result is dropped. Its
 key and value went where the request's next position was. If another request gets that block, it
 writes there later on the same stream, over them.
+
+Prompts join n + 1, too: else the device would wait at each newcomer, and at each step that promises
+keep free of prompts, for the host to have planned. Behind a step with prompts, which is long, that
+is planned shortly before its end, with all that has come by then; until then the host rests, and
+hears who comes (``LaunchedStep.rest_s``).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pilotlight.engine.compute import Launcher
 from pilotlight.engine.core.batch import Plan
 from pilotlight.engine.core.lifecycle import RequestState
+from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, PendingTokens, SampledToken
+
+PLANNING_S = 0.006
+"""Before a step ends, the next one is planned, and its first kernels are launched."""
+UNSURE_SHARE = 0.1
+"""Of a step's time: as much sooner may it end."""
+SHORT_S = 0.0005
+"""Not worth a look at anything else."""
+LOOK_S = 0.002
+"""So often is looked whether a step has ended after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,25 @@ class LaunchedStep:
     """How often each of the plan's requests had been taken up: one that was preempted since is
     another one."""
     tokens: PendingTokens
+    since_s: float = -math.inf
+    """Since when the device runs it, on the engine's clock; long ago, before the batch before has
+    ended."""
+    ends_s: float | None = None
+    """When it is expected to end; None: not known."""
+
+    def begun(self, now_s: float, pace: Pace) -> "LaunchedStep":
+        """The same, from when the device runs it."""
+        step_s = pace.step_s(self.plan.batch)
+        return replace(self, since_s=now_s, ends_s=None if step_s is None else now_s + step_s)
+
+    def rest_s(self, now_s: float) -> float:
+        """How long the host has nothing to do for what follows, which is planned as late as can be:
+        for what comes meanwhile.
+        """
+        if self.ends_s is None:
+            return 0.0
+        plan_s = self.ends_s - UNSURE_SHARE * (self.ends_s - self.since_s) - PLANNING_S
+        return 0.0 if plan_s - now_s < SHORT_S or self.tokens.there else min(plan_s - now_s, LOOK_S)
 
     def wait(self) -> FinishedStep:
         """Waits for the tokens."""
@@ -68,17 +105,49 @@ class LaunchedStep:
         )
 
     def inputs_of(self, following: Plan) -> Tensor:
-        """The token ids that a plan made by ``follow_on`` runs, on the device."""
-        sampled = self.plan.sampled
-        if len(sampled) == len(following.requests):
-            return self.tokens.inputs
+        """The token ids that a plan made by ``follow_on`` runs, on the device: those of this batch,
+        and of prompts that joined it.
+        """
+        sampled, inputs = self.plan.sampled, self.tokens.inputs
+        if following.requests == sampled:
+            return inputs
         rows = {request: row for row, request in enumerate(sampled)}
-        inputs = self.tokens.inputs
-        chosen = torch.tensor([rows[request] for request in following.requests])
-        return inputs.index_select(0, chosen.to(inputs.device, non_blocking=True))
+        chosen = [rows[request] for request in following.requests if request in rows]
+        streams = inputs.index_select(0, _sent(chosen, inputs.device))
+        if len(chosen) == len(following.requests):
+            return streams
+        ids = np.zeros(following.batch.num_tokens, dtype=np.int64)
+        places, place = list[int](), 0
+        for request, segment in zip(following.requests, following.batch.segments, strict=True):
+            if request in rows:
+                places.append(place)
+            else:
+                ids[place : place + segment.count] = request.token_ids[segment.start : segment.stop]
+            place += segment.count
+        known = _sent(ids, inputs.device)
+        return known.index_copy_(0, _sent(places, inputs.device), streams.to(known.dtype))
 
 
-def launch_step(plan: Plan, logits: Tensor, launch: Launcher, *, ahead: int) -> LaunchedStep | None:
+def _sent(words: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
+    here = torch.as_tensor(np.asarray(words, dtype=np.int64))
+    # The driver may wait for all that is under way before it sends what is not pinned.
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+
+
+def may_follow(request: Request) -> bool:
+    """Whether a step with its prompt can be launched before the tokens of the step before it are
+    known: its sampling is simple, and nothing waits for the device to read its prompt.
+    """
+    return (
+        request.scores is None
+        and request.pooled is None
+        and simple_specs((request,), under_way=()) is not None
+    )
+
+
+def launch_step(
+    plan: Plan, logits: Tensor, launch: Launcher, *, under_way: Container[Request]
+) -> LaunchedStep | None:
     """Samples the tokens of a batch that runs on the device, without waiting; None if a request
     needs more than simple sampling.
 
@@ -86,9 +155,9 @@ def launch_step(plan: Plan, logits: Tensor, launch: Launcher, *, ahead: int) -> 
         plan: of the batch.
         logits: of the requests that get a token.
         launch: samples.
-        ahead: tokens of each request that are not known yet.
+        under_way: requests of which one token is not known yet.
     """
-    specs = simple_specs(plan.sampled, ahead=ahead)
+    specs = simple_specs(plan.sampled, under_way=under_way)
     if specs is None:
         return None
     return LaunchedStep(
@@ -96,12 +165,16 @@ def launch_step(plan: Plan, logits: Tensor, launch: Launcher, *, ahead: int) -> 
     )
 
 
-def simple_specs(requests: Sequence[Request], *, ahead: int) -> tuple[SampleSpec, ...] | None:
-    """How requests are sampled ``ahead`` positions after the next; None if not all of it is
-    simple.
+def simple_specs(
+    requests: Sequence[Request], *, under_way: Container[Request]
+) -> tuple[SampleSpec, ...] | None:
+    """How requests are sampled next, those with a token under way at the position after it; None if
+    not all of it is simple.
     """
     specs = tuple(
-        SampleSpec(request.sampling, request.position + ahead, counts=request.counts)
+        SampleSpec(
+            request.sampling, request.position + (request in under_way), counts=request.counts
+        )
         for request in requests
     )
     simple = all(spec.simple for spec in specs) and all(

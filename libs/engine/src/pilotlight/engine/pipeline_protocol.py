@@ -30,6 +30,8 @@ class StageStep:
     """The stage leads, and runs its longer range from now on."""
     hop_s: float = 0.0
     """As in ``StepDone``."""
+    began_s: float | None = None
+    """Since when the device ran the batch, on the engine's clock; None: since the step began."""
     unformed: EngineError | None = None
     """Why no shorter pipeline forms; this one goes on."""
 

@@ -1,6 +1,7 @@
 """One stage that the engine holds, from its first part to its unloading."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from pilotlight.engine.device.copying import Source
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Early, Following, Parameters
-from pilotlight.engine.device.sampler import NotSampled, SampledToken
+from pilotlight.engine.device.sampler import SampledToken
 from pilotlight.engine.errors import (
     BadRequest,
     DeadlinePassed,
@@ -29,7 +30,7 @@ from pilotlight.engine.errors import (
     OutOfDeviceMemory,
     UnknownInstance,
 )
-from pilotlight.engine.lookahead import LaunchedStep, launch_step
+from pilotlight.engine.lookahead import LaunchedStep, launch_step, may_follow
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.engine.pipeline_protocol import Pipeline, StageStep
 from pilotlight.engine.results import FirstPrefill, GrownStage, PlacedPart
@@ -37,9 +38,8 @@ from pilotlight.engine.room import divide
 from pilotlight.engine.sampling import (
     Outcome,
     ended,
+    give,
     sample_requests,
-    told,
-    unanswered,
     wait_for_late,
 )
 from pilotlight.engine.under_way import UnderWay, token_ids_of
@@ -215,7 +215,7 @@ class ResidentStage:
             return self.pipeline.step(monotonic_s, may_wait=may_wait)
         launched, self._launched = self._launched, None
         if launched is not None:
-            return self._finish(launched, monotonic_s, may_wait=may_wait)
+            return self._go_on(launched, monotonic_s, may_wait=may_wait)
         # Before the batch is taken: whether one is under way says how far another may go.
         reach, batch, self._under_way = self.reach, self._going(), None
         if batch is None:
@@ -225,6 +225,7 @@ class ResidentStage:
                 return StageStep(plan=plan)
             batch = UnderWay(plan, token_ids_of(plan), 0)
         plan = batch.plan
+        began_s = monotonic_s() if self.compute.launch is not None else 0.0
         outputs = self.run(plan.batch, batch.inputs, Stage(batch.next_layer, reach))
         if reach < self.spec.num_layers:
             self._under_way = UnderWay(plan, outputs, reach)
@@ -232,9 +233,10 @@ class ResidentStage:
         if self.compute.launch is not None and all(
             request.state is RequestState.RUNNING for request in plan.requests
         ):
-            launched = launch_step(plan, outputs, self.compute.launch, ahead=0)
+            launched = launch_step(plan, outputs, self.compute.launch, under_way=())
             if launched is not None:
-                return self._finish(launched, monotonic_s, may_wait=may_wait)
+                launched = launched.begun(began_s, self.scheduler.promises.pace)
+                return self._go_on(launched, monotonic_s, may_wait=may_wait)
         self.scheduler.advance(plan)
         # Some may have ended while the batch waited for parts: what their rows give is dropped.
         left = [
@@ -264,21 +266,37 @@ class ResidentStage:
         why = f"the device has no memory for a batch of {len(running)} requests"
         return StageStep(produced=(self.cancel(largest, OutOfDeviceMemory(why)),))
 
-    def _finish(
+    def rest_s(self, now_s: float) -> float:
+        """How long a step would do nothing but wait for the device, while others may come; 0: it is
+        time for it.
+        """
+        launched = self._launched
+        return launched.rest_s(now_s) if launched is not None and self._has_sampled else 0.0
+
+    def _go_on(
         self, launched: LaunchedStep, monotonic_s: Callable[[], float], *, may_wait: bool
     ) -> StageStep:
         """Hands out what a batch gave, after starting the next one if nothing else can want the
-        device meanwhile. The stage's first token waits for no other batch.
+        device meanwhile; nothing yet, where that is better planned later. The stage's first token
+        waits for no other batch.
         """
         launch = self.compute.launch if may_wait and self._has_sampled else None
         if launch is not None:
-            following = self.scheduler.follow_on(launched.plan, monotonic_s())
+            now_s = monotonic_s()
+            if launched.rest_s(now_s):
+                self._launched = launched
+                return StageStep()
+            following = self.scheduler.follow_on(launched.plan, now_s, may_follow, launched.ends_s)
             if following is not None:
                 logits = self.run(following.batch, launched.inputs_of(following))
-                self._launched = launch_step(following, logits, launch, ahead=1)
-        finished = launched.wait()
+                under_way = frozenset(launched.plan.sampled)
+                self._launched = launch_step(following, logits, launch, under_way=under_way)
+        finished, ended_s = launched.wait(), monotonic_s()
+        if self._launched is not None:
+            self._launched = self._launched.begun(ended_s, self.scheduler.promises.pace)
         self.scheduler.advance(finished.plan)
-        return self.hand_out(finished.plan, finished.requests, finished.sampled, monotonic_s())
+        done = self.hand_out(finished.plan, finished.requests, finished.sampled, ended_s)
+        return replace(done, began_s=launched.since_s)
 
     @property
     def reach(self) -> int:
@@ -330,7 +348,7 @@ class ResidentStage:
             sampled_s: when, on the engine's clock.
         """
         given = [
-            self._hand_out(request, outcome, sampled_s)
+            give(self.scheduler, request, outcome, sampled_s)
             for request, outcome in zip(requests, sampled, strict=True)
         ]
         produced = tuple(one for one in given if one is not None)
@@ -366,23 +384,6 @@ class ResidentStage:
             )
             for request in overdue
         )
-
-    def _hand_out(self, request: Request, sampled: Outcome, sampled_s: float) -> Produced | None:
-        """Gives a request its token, and ends it if that was the last, or if there is none."""
-        if sampled is NotSampled.LATE:
-            self.scheduler.postpone(request)
-            return None
-        if not isinstance(sampled, SampledToken):
-            self.scheduler.end(request, RequestEvent.FINISH)
-            return unanswered(request, sampled)
-        self.scheduler.vouch(request)
-        position = request.position
-        if request.first_s is None:
-            request.first_s, request.first_position = sampled_s, position
-        finish = request.accept(sampled.token_id)
-        if finish is not None:
-            self.scheduler.end(request, RequestEvent.FINISH)
-        return told(request, position, sampled, finish)
 
     def _first_prefill(self, first: Request | None, sampled_s: float) -> FirstPrefill | None:
         """The record of the stage's first token, once."""

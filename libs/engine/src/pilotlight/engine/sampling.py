@@ -10,7 +10,9 @@ from torch import Tensor
 
 from pilotlight.common.messages.engine import Produced
 from pilotlight.engine.compute import Sampler
+from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.request import Request
+from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.errors import BadRequest, EngineError, EngineFailed
@@ -104,6 +106,33 @@ def wait_for_late(requests: Sequence[Request]) -> None:
             if isinstance(request.control, Session) and request.control.late
         ][:1]
     )
+
+
+def give(
+    scheduler: BatchScheduler, request: Request, sampled: Outcome, sampled_s: float
+) -> Produced | None:
+    """Gives a request its token, and ends it if that was the last, or if there is none.
+
+    Args:
+        scheduler: of the request's stage.
+        request: that was sampled.
+        sampled: what came of it.
+        sampled_s: when, on the engine's clock.
+    """
+    if sampled is NotSampled.LATE:
+        scheduler.postpone(request)
+        return None
+    if not isinstance(sampled, SampledToken):
+        scheduler.end(request, RequestEvent.FINISH)
+        return unanswered(request, sampled)
+    scheduler.vouch(request)
+    position = request.position
+    if request.first_s is None:
+        request.first_s, request.first_position = sampled_s, position
+    finish = request.accept(sampled.token_id)
+    if finish is not None:
+        scheduler.end(request, RequestEvent.FINISH)
+    return told(request, position, sampled, finish)
 
 
 def unanswered(request: Request, outcome: NotSampled | Verdict) -> Produced:

@@ -39,7 +39,8 @@ def run_batch(
         arena.trim()
         return relieved
     if promises.kept and done.plan is not None:
-        promises.pace.ran(done.plan.batch, began_s, monotonic_s())
+        since_s = began_s if done.began_s is None else done.began_s
+        promises.pace.ran(done.plan.batch, since_s, monotonic_s())
     return done
 
 

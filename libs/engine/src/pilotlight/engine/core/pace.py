@@ -102,6 +102,18 @@ class Pace:
             return self._least_s
         return self._least_s + self._stream_token_s * _stream_work(contexts)
 
+    def step_s(self, batch: Batch) -> float | None:
+        """Seconds of a step; None: not known yet."""
+        contexts = [one.stop for one in batch.segments if one.count == 1]
+        prompts = [one for one in batch.segments if one.count > 1]
+        streams_s = self.streams_s(contexts) if contexts else 0.0
+        if streams_s is None or not prompts:
+            return streams_s
+        if not self._prompt_token_s:
+            return None
+        work = sum(prompt_work(one.start, one.count) for one in prompts)
+        return max(streams_s + self._prompt_token_s * work, self._launches_s)
+
     @property
     def launches_s(self) -> float:
         """Seconds of a step with prompts at least, as far as that is known."""

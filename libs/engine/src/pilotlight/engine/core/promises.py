@@ -30,7 +30,7 @@ from pilotlight.engine.core.request import Request
 
 STREAMS_SHARE = 0.5
 """Of the time promised for a token, what a step of streams alone may take."""
-TOKEN_SHARE = 0.9
+TOKEN_SHARE = 0.95
 """Of the time promised for a token, what steps aim at: the rest is for what is not foreseen."""
 GRACE_TOKENS = 20
 """A stream may be behind by as many, if four times as many are to come: its mean counts."""
@@ -126,7 +126,13 @@ class Promises:
         with_s = without_s + self._runs_s(request)
         return any(without_s <= one.due_s < with_s for one in prompts if one.due_s is not None)
 
-    def prompt_tokens(self, streams: Collection[Request], wanted: int, now_s: float) -> int | None:
+    def streams_s(self, streams: Iterable[Request]) -> float:
+        """What a step of these takes; 0, where that is not known."""
+        return self.pace.streams_s(map(_context, streams)) or 0.0
+
+    def prompt_tokens(
+        self, streams: Collection[Request], wanted: int, now_s: float, under_way: int = 0
+    ) -> int | None:
         """Tokens of prompts that a step may hold beside streams; None: as many as it can.
 
         Streams that are late already are not waited for. Thin slices cost most: where a step has no
@@ -135,15 +141,18 @@ class Promises:
         Args:
             streams: that have a token of the step.
             wanted: tokens of prompts, as far as it matters (``WORTH_TOKENS``).
-            now_s: on the engine's clock.
+            now_s: on the engine's clock, when it begins.
+            under_way: tokens of each stream that will be there by then.
         """
         token_s = self.pace.prompt_token_s
         if not self.kept or not token_s:
             return None
-        leads = [lead_s for one in streams if (lead_s := _lead_s(one, now_s)) is not None]
+        leads = [
+            lead_s for one in streams if (lead_s := _lead_s(one, now_s, under_way)) is not None
+        ]
         if not leads:
             return None
-        streams_s = self.pace.streams_s(map(_context, streams)) or 0.0
+        streams_s = self.streams_s(streams)
         worth_s = streams_s + token_s * min(wanted, WORTH_TOKENS)
         gains = [GAINED * one.token_s > streams_s for one in streams if one.token_s is not None]
         if min(leads) < max(worth_s, self.pace.launches_s) and all(gains):
@@ -223,11 +232,13 @@ def _context(stream: Request) -> int:
     return len(stream.token_ids)
 
 
-def _lead_s(stream: Request, now_s: float) -> float | None:
-    """How long it can wait for its next token; None: it is promised nothing, or late anyway."""
+def _lead_s(stream: Request, now_s: float, under_way: int) -> float | None:
+    """How long it can wait for its next token, behind those under way; None: it is promised
+    nothing, or late anyway.
+    """
     if stream.token_s is None:
         return None
-    grace = min(GRACE_TOKENS, (stream.kv_tokens - len(stream.token_ids)) // 4)
+    grace = min(GRACE_TOKENS, (stream.kv_tokens - len(stream.token_ids)) // 4) + under_way
     lead_s = stream.lead_s(now_s, grace)
     if lead_s is None or lead_s <= 0.0:
         return None

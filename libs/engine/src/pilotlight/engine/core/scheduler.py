@@ -33,16 +33,19 @@ No clock and no randomness: the same calls give the same plans.
 """
 
 import math
+from collections.abc import Callable
 
 from pilotlight.engine.core.admission import check_kv_room
-from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
+from pilotlight.engine.core.batch import Plan, Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS
 from pilotlight.engine.core.ending import waits
+from pilotlight.engine.core.following import Following
 from pilotlight.engine.core.lifecycle import RequestEvent, RequestState
 from pilotlight.engine.core.limits import BatchLimits
+from pilotlight.engine.core.newcomers import NOBODY, Newcomers, anybody
 from pilotlight.engine.core.promises import Outlook, Promises
 from pilotlight.engine.core.request import Request
-from pilotlight.engine.core.sharing import Sharing, TakenUp, left_behind
+from pilotlight.engine.core.sharing import Sharing, plan_of
 from pilotlight.engine.core.tables import BlockTables
 from pilotlight.engine.core.waiting import WaitingRow
 from pilotlight.engine.errors import EngineFailed
@@ -70,6 +73,15 @@ class BatchScheduler:
         """Oldest first."""
         self._queue = WaitingRow()
         """All others, and whose turn is next."""
+        self._newcomers = Newcomers(
+            limits=limits,
+            tables=tables,
+            sharing=self._sharing,
+            promises=self.promises,
+            running=self._running,
+            queue=self._queue,
+        )
+        self._following = Following(self._newcomers)
 
     @property
     def waiting(self) -> int:
@@ -145,17 +157,12 @@ class BatchScheduler:
         left = self._sharing.left_for_newcomers(self._running, counts, share)
         outlook = Outlook(self.promises, self._running.values(), now_s)
         idle = preempted or waits(self._limits, self._queue, outlook)
-        taken = TakenUp({}, 0, 0) if idle else self._take_up(now_s, left, places, share.cap)  # 3
+        taken = NOBODY if idle else self._newcomers.take_up(now_s, left, places, share.cap)  # 3
         counts |= taken.counts
         requests = tuple(request for key, request in self._running.items() if counts.get(key))
-        segments = tuple(self._segment(request, counts[request.key]) for request in requests)
-        return Plan(
-            requests=requests,
-            batch=Batch(segments, readings_of(requests, segments), poolings_of(requests, segments)),
-            preempted=preempted,
-            prefix_looked_up_tokens=taken.looked_up_tokens,
-            prefix_hit_tokens=taken.hit_tokens,
-        )
+        segments = tuple(self._tables.segment(request, counts[request.key]) for request in requests)
+        looked_up, hits = taken.looked_up_tokens, taken.hit_tokens
+        return plan_of(requests, segments, looked_up, hits, preempted)
 
     def _make_room(self, counts: dict[RequestKey, int]) -> int:
         """Gives each request the block that it lacks, and strikes off those that cannot run; how
@@ -184,56 +191,6 @@ class BatchScheduler:
         del self._running[request.key]
         self._queue.put_back(request)
 
-    def _take_up(self, now_s: float, left: int, places: int, cap: int) -> TakenUp:
-        """Takes requests up in order, as long as the first one fits; none behind one that gets only
-        a part of what it wants.
-
-        A block for each that runs already is left free, so that a newcomer does not drive another
-        out in the next step. One that asks the same as one that is being run waits for that one's
-        blocks, and so do those behind it: with the next step they are there.
-        """
-        counts: dict[RequestKey, int] = {}
-        looked_up = hits = 0
-        while (
-            self._queue
-            and left > 0
-            and len(counts) < places
-            and len(self._running) < self._limits.running
-        ):
-            request = self._next(now_s)
-            if self._tables.worth_waiting(request, self._running.values()):
-                break
-            if self.promises.crowded(self._running.values(), request, now_s):
-                break
-            if not self._sharing.portion(
-                request.wanted or 1, left, cap, first=not (self._running or counts)
-            ):
-                break
-            in_place = self._tables.open(request, spare_blocks=len(self._running))
-            if in_place is None:
-                break
-            if request.state is RequestState.WAITING:
-                request.taken_s = now_s
-                request.cached_tokens = min(in_place, request.prompt_tokens)
-                looked_up += len(request.token_ids)
-                hits += in_place
-            self._queue.serve(request)
-            self._run(request, in_place)
-            count = self._sharing.portion(request.wanted, left, cap, first=not counts)
-            counts[request.key] = count
-            left = left_behind(request, count, left)
-        return TakenUp(counts, looked_up, hits)
-
-    def _next(self, now_s: float) -> Request:
-        """Whose turn it is of those that wait."""
-        return self._queue.first(Outlook(self.promises, self._running.values(), now_s))
-
-    def _run(self, request: Request, in_place: int) -> None:
-        request.on(RequestEvent.TAKE_UP)
-        request.takes += 1
-        request.computed = in_place
-        self._running[request.key] = request
-
     def adopt(self, request: Request, now_s: float) -> Segment | None:
         """Takes a request up at once that passed admission and whose keys and values come from
         elsewhere.
@@ -251,8 +208,8 @@ class BatchScheduler:
         if in_place is None:
             return None
         request.taken_s = now_s
-        self._run(request, in_place)
-        return self._segment(request, request.wanted - 1)
+        self._newcomers.run(request, in_place)
+        return self._tables.segment(request, request.wanted - 1)
 
     def placed(self, request: Request) -> Segment | None:
         """What of a request is in place, from its first token; None: it does not run."""
@@ -299,61 +256,15 @@ class BatchScheduler:
         """Finds no prefix again that was computed until now and that has no owner."""
         self._tables.pool.forget_cached()
 
-    def _segment(self, request: Request, count: int) -> Segment:
-        blocks = self._tables.blocks(request, request.computed + count)
-        return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
-
-    def follow_on(self, plan: Plan, now_s: float = math.inf) -> Plan | None:
-        """What runs after a plan, made before the plan's tokens are known: the next token of each
-        of its requests.
-
-        1. Nothing else has a claim: no request waits that could be taken up, now or when this
-           plan's requests have their tokens, unless they wait for others or for this batch's end;
-           every request that runs is in the plan and gets a token from it.
-        2. Requests that end with that token are left out. Others may end with it, too (a stop
-           token): what their rows give is dropped then.
-        3. Every request has room for one token more.
-
-        None where that is not so: then the tokens have to be known first. The plan is still to be
-        booked (``advance``), before this one.
-        """
-        # By the request itself: one that has gone and come back under the same key stands
-        # elsewhere.
-        segments = dict(zip(plan.requests, plan.batch.segments, strict=True))
-        going = [request for request in self._running.values() if not request.about_to_end]
-        claimed = self._queue and (len(going) < len(self._running) or not self._full(now_s))
-        outlook = Outlook(self.promises, going, now_s)
-        if not going or (claimed and not waits(self._limits, self._queue, outlook)):  # 1
-            return None
-        if any(
-            request not in segments or not segments[request].wants_logits
-            for request in self._running.values()
-        ):
-            return None
-        if not all(self._tables.grow(request, ahead=1) for request in going):  # 3
-            return None
-        starts = [segments[request].stop for request in going]
-        following = (
-            Segment(start, 1, self._tables.blocks(request, start + 1), wants_logits=True)
-            for request, start in zip(going, starts, strict=True)
-        )
-        return Plan(
-            tuple(going),
-            Batch(tuple(following)),
-            preempted=0,
-            prefix_looked_up_tokens=0,
-            prefix_hit_tokens=0,
-        )
-
-    def _full(self, now_s: float) -> bool:
-        """The next one in the queue has no place or no room, or would make others late."""
-        running = len(self._running)
-        if running >= self._limits.running:
-            return True
-        request = self._next(now_s)
-        return self.promises.crowded(
-            self._running.values(), request, now_s
-        ) or not self._tables.could_open(request, running)
+    def follow_on(
+        self,
+        plan: Plan,
+        now_s: float = math.inf,
+        may_run: Callable[[Request], bool] = anybody,
+        ends_s: float | None = None,
+    ) -> Plan | None:
+        """See ``Following.plan``."""
+        return self._following.plan(plan, now_s, may_run, ends_s)
 
     def advance(self, plan: Plan) -> None:
         """Books that a plan's batch has run, for those of its requests that have not ended since it

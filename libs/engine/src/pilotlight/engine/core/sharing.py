@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 
+from pilotlight.engine.core.batch import Batch, Plan, Segment, poolings_of, readings_of
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.core.promises import WORTH_TOKENS, Promises
 from pilotlight.engine.core.request import Request
@@ -42,7 +43,12 @@ class Sharing:
     than a step makes one alone."""
 
     def of_step(
-        self, running: Running, waiting: Collection[Request], promises: Promises, now_s: float
+        self,
+        running: Running,
+        waiting: Collection[Request],
+        promises: Promises,
+        now_s: float,
+        under_way: int = 0,
     ) -> StepShare:
         """What prompts may have of a step: less where streams get their tokens, too.
 
@@ -50,7 +56,8 @@ class Sharing:
             running: oldest first.
             waiting: in the order in which they came.
             promises: that are to be kept.
-            now_s: on the engine's clock.
+            now_s: on the engine's clock, when it begins.
+            under_way: tokens of each stream that will be there by then.
         """
         streams = [request for request in running.values() if request.wanted == 1]
         whole = self.limits.step_tokens
@@ -62,7 +69,7 @@ class Sharing:
             wanted += request.wanted
             if wanted >= WORTH_TOKENS:
                 break
-        tokens = promises.prompt_tokens(streams, wanted, now_s)
+        tokens = promises.prompt_tokens(streams, wanted, now_s, under_way)
         tokens = whole if tokens is None else min(whole, len(streams) + tokens)
         return StepShare(tokens, min(self.limits.chunk_tokens or tokens, tokens))
 
@@ -121,3 +128,28 @@ def left_behind(request: Request, count: int, left: int) -> int:
     wants more, for it came first.
     """
     return left - count if count == request.wanted else 0
+
+
+def plan_of(
+    requests: tuple[Request, ...],
+    segments: tuple[Segment, ...],
+    looked_up_tokens: int,
+    hit_tokens: int,
+    preempted: int = 0,
+) -> Plan:
+    """A step of these.
+
+    Args:
+        requests: oldest first.
+        segments: theirs.
+        looked_up_tokens: of those that were taken up for it.
+        hit_tokens: as many of them were in place.
+        preempted: as many gave up their blocks for it.
+    """
+    return Plan(
+        requests=requests,
+        batch=Batch(segments, readings_of(requests, segments), poolings_of(requests, segments)),
+        preempted=preempted,
+        prefix_looked_up_tokens=looked_up_tokens,
+        prefix_hit_tokens=hit_tokens,
+    )

@@ -11,6 +11,7 @@ function of the tokens alone, the names of full blocks, belongs to the request::
 
 from collections.abc import Iterable, Sequence
 
+from pilotlight.engine.core.batch import Segment
 from pilotlight.engine.core.blocks import BLOCK_TOKENS, BlockHash, BlockPool, blocks_for
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
 from pilotlight.engine.core.request import Request
@@ -129,6 +130,11 @@ class BlockTables:
         taken = self.pool.take(num_blocks, table.blocks[-1] if table.blocks else None)
         table.blocks.extend(taken or ())
         return taken is not None
+
+    def segment(self, request: Request, count: int) -> Segment:
+        """A request's next ``count`` tokens, and where they go."""
+        blocks = self.blocks(request, request.computed + count)
+        return Segment(request.computed, count, blocks, wants_logits=count == request.wanted)
 
     def seal(self, request: Request) -> None:
         """Lets others share the blocks that are full now: those below ``request.computed``."""

@@ -47,6 +47,14 @@ class CudaTokens:
         """See ``PendingTokens.inputs``."""
         return self._chosen.clamp_min(0).long()
 
+    @property
+    def there(self) -> bool:
+        """See ``PendingTokens.there``."""
+        words = self._told
+        if not words.numel() or self._logprobs is not None:
+            return self._there.query()
+        return bool((words != _ABSENT).all())
+
     def wait(self) -> list[SampledToken | NotSampled]:
         """See ``PendingTokens.wait``."""
         if not self._come():

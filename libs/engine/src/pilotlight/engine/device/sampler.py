@@ -48,6 +48,11 @@ class PendingTokens(Protocol):
         """
         ...
 
+    @property
+    def there(self) -> bool:
+        """They need not be waited for."""
+        ...
+
     def wait(self) -> list[SampledToken | NotSampled]:
         """The tokens, as ``sample`` gives them, as soon as they are there."""
         ...

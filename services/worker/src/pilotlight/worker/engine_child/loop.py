@@ -73,6 +73,8 @@ class StepEngine(LoadingEngine, PipelineEngine, SharingEngine, Protocol):
     def has_work(self) -> bool: ...
     @property
     def due_s(self) -> float | None: ...
+    @property
+    def rest_s(self) -> float: ...
     def drop(self, instance_id: InstanceId) -> None: ...
     def add(
         self,
@@ -147,11 +149,13 @@ class ChildLoop:
         self._send(up)
         self._warm_up.wait()
         while not self._ended:
-            busy = (bool(self._parts) and not self._copying) or self._engine.has_work
+            places = bool(self._parts) and not self._copying
+            busy = places or self._engine.has_work
             idle = not (busy or self._loads.any)
             pins = idle and self._pins is not None and self._pins.waiting
             proof = idle and self._loads.restoring.due
-            self._receive(0 if busy or pins or proof else self._idle_s())
+            wait_s = self._engine.rest_s if busy else self._idle_s()
+            self._receive(0 if places or pins or proof else wait_s)
             if self._warm_up.due(loading=self._loads.any or self._ended):
                 self._slate.write(Doing.COMPILING)
                 self._warm_up.run(lambda: self._has_come(0))
@@ -166,7 +170,8 @@ class ChildLoop:
             if self._parts:
                 self._slate.write(Doing.OBEYING)
                 self._place(*self._parts.popleft())
-            if (self._engine.has_work or self._refused) and not self._ended:
+            steps = self._engine.has_work and not self._engine.rest_s
+            if (steps or self._refused) and not self._ended:
                 self._step()
 
     def _idle_s(self) -> float | None:
@@ -235,11 +240,8 @@ class ChildLoop:
             return
         self._prefills.begin(command.instance_id)
         if self._engine.serves(command.instance_id):
-            self._send(
-                StageOpened(
-                    instance_id=command.instance_id, kv_capacity_tokens=room.kv_capacity_tokens
-                )
-            )
+            tokens = room.kv_capacity_tokens
+            self._send(StageOpened(instance_id=command.instance_id, kv_capacity_tokens=tokens))
 
     def _place(self, command: PlacePart, ready_s: float) -> None:
         self._copying = False
