@@ -236,9 +236,8 @@ class Engine:
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """As ``extension.call_off``; False of a stage that is not held."""
-        return (resident := self._stages.get(instance_id)) is not None and extension.call_off(
-            resident
-        )
+        resident = self._stages.get(instance_id)
+        return resident is not None and extension.call_off(resident)
 
     def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
         """See ``HeldStages.rename``."""
@@ -281,9 +280,7 @@ class Engine:
         return (resident := self._stages.get(instance_id)) is not None and resident.serves
 
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int:
-        """Room for tokens that a stage can use, in a pipeline as much as all of its stages have; 0
-        if it is not held.
-        """
+        """Room that a stage can use, in a pipeline as all of its stages have; 0: it is not held."""
         resident = self._stages.get(instance_id)
         return resident.scheduler.kv_capacity_tokens if resident is not None else 0
 

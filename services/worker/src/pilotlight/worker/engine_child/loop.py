@@ -283,10 +283,8 @@ class ChildLoop:
             self._fail(command.instance_id, error)
 
     def _unload(self, instance_id: InstanceId) -> None:
-        self._loads.drop(instance_id)
-        self._prefills.drop(instance_id)
-        self._pipelines.drop(instance_id)
-        self._engine.drop(instance_id)
+        for holder in (self._loads, self._prefills, self._pipelines, self._engine):
+            holder.drop(instance_id)
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
         code, message = told_of(error)
