@@ -19,7 +19,6 @@ from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
 from pilotlight.engine.core.limits import BatchLimits
-from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
@@ -27,11 +26,7 @@ from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, SampledToken, sample
 from pilotlight.engine.engine import Engine
 from pilotlight.engine.lookahead import (
-    LOOK_S,
-    PLANNING_S,
-    UNSURE_SHARE,
     LaunchedStep,
-    may_follow,
 )
 from pilotlight.engine.results import StepResult
 from pilotlight.policy.ids import InstanceId, RequestId
@@ -331,28 +326,6 @@ def test_what_follows_a_step_with_prompts_is_known_where_its_end_is() -> None:
     assert long.wanted == 28
 
 
-def test_the_host_rests_until_shortly_before_a_step_ends() -> None:
-    class Paced(Pace):
-        def step_s(self, batch: Batch) -> float | None:
-            return 0.1 if batch.num_tokens > 2 else None
-
-    class Coming(LateTokens):
-        there = False
-
-    def rest_s(tokens: LateTokens, plan: Plan, now_s: float) -> float:
-        return LaunchedStep(plan, (1,), tokens).begun(10.0, Paced()).rest_s(now_s)
-
-    plan = scheduler_with(8, 4, 16).schedule(0.0)
-    assert rest_s(Coming([]), plan, 10.0) == LOOK_S
-    last_s = 10.1 - UNSURE_SHARE * 0.1 - PLANNING_S
-    assert rest_s(Coming([]), plan, last_s - 0.001) == pytest.approx(0.001)
-    assert rest_s(Coming([]), plan, last_s) == 0.0
-    arrived = LateTokens([])
-    assert [rest_s(arrived, plan, 10.0) for _ in range(3)] == [LOOK_S, LOOK_S, 0.0]
-    unknown = scheduler_with(8, 4, 1).schedule(0.0)
-    assert rest_s(Coming([]), unknown, 10.0) == 0.0
-
-
 def test_none_joins_that_may_not_run_before_tokens_are_known() -> None:
     scheduler = scheduler_with(16, 4, 16, 5)
     plan = streaming(scheduler)
@@ -360,22 +333,6 @@ def test_none_joins_that_may_not_run_before_tokens_are_known() -> None:
     assert scheduler.follow_on(plan, 0.0, lambda request: request is not newcomer) is None
     assert scheduler.waiting == 1
     assert segments_of(scheduler.follow_on(plan, 0.0)) == [(17, 1), (6, 1), (0, 30)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "may"),
-    [
-        ({}, True),
-        ({"temperature": 0.7}, True),
-        ({"temperature": 0.7, "top_k": 5}, False),
-        ({"prompt_logprobs": 2}, False),
-    ],
-    ids=["greedy", "noisy", "top_k", "scored"],
-)
-def test_who_may_run_before_tokens_are_known(changes: dict[str, object], may: bool) -> None:
-    sampling = Sampling(**{"seed": 0, "max_tokens": 3, "temperature": 0.0, **changes})
-    request = Request(RequestKey(RequestId("r"), 1), [1, 2], (), sampling, 1000)
-    assert may_follow(request) == may
 
 
 def test_what_follows_has_tokens_of_streams_and_of_prompts() -> None:

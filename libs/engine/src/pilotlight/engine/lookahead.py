@@ -20,10 +20,10 @@ hears who comes (``LaunchedStep.rest_s``).
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pilotlight.engine.compute import Launcher
@@ -128,7 +128,7 @@ class LaunchedStep:
         return known.index_copy_(0, _sent(places, inputs.device), streams.to(known.dtype))
 
 
-def _sent(words: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
+def _sent(words: "Sequence[int] | np.ndarray[Any, Any]", device: torch.device) -> Tensor:
     here = torch.as_tensor(np.asarray(words, dtype=np.int64))
     # The driver may wait for all that is under way before it sends what is not pinned.
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
