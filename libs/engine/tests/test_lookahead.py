@@ -160,7 +160,7 @@ def test_nobody_can_tell_who_came_while_the_host_had_nothing_to_do(
     ahead(False)
     plain = talk(driver, checkpoint, limits)
     ahead(True)
-    monkeypatch.setattr(lookahead, "PLANNING_S", -0.050)
+    monkeypatch.setattr(lookahead, "UNSURE_SHARE", -20.0)
     rests = 0
 
     def counted(self: Engine) -> StepResult:

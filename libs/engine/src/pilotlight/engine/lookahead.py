@@ -35,7 +35,8 @@ from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, PendingTokens, SampledToken
 
 PLANNING_S = 0.006
-"""Before a step ends, the next one is planned, and its first kernels are launched."""
+"""So long before a step ends the next one is planned; sooner, where the host takes longer to launch
+one with prompts: the tokens are handed out behind that."""
 UNSURE_SHARE = 0.1
 """Of a step's time: as much sooner may it end."""
 SHORT_S = 0.0005
@@ -69,20 +70,24 @@ class LaunchedStep:
     ended."""
     ends_s: float | None = None
     """When it is expected to end; None: not known."""
+    plan_s: float = -math.inf
+    """When what follows is to be planned."""
 
     def begun(self, now_s: float, pace: Pace) -> "LaunchedStep":
         """The same, from when the device runs it."""
         step_s = pace.step_s(self.plan.batch)
-        return replace(self, since_s=now_s, ends_s=None if step_s is None else now_s + step_s)
+        if step_s is None:
+            return replace(self, since_s=now_s)
+        before_s = UNSURE_SHARE * step_s + max(PLANNING_S, pace.launches_s)
+        ends_s = now_s + step_s
+        return replace(self, since_s=now_s, ends_s=ends_s, plan_s=ends_s - before_s)
 
     def rest_s(self, now_s: float) -> float:
         """How long the host has nothing to do for what follows, which is planned as late as can be:
         for what comes meanwhile.
         """
-        if self.ends_s is None:
-            return 0.0
-        plan_s = self.ends_s - UNSURE_SHARE * (self.ends_s - self.since_s) - PLANNING_S
-        return 0.0 if plan_s - now_s < SHORT_S or self.tokens.there else min(plan_s - now_s, LOOK_S)
+        left_s = self.plan_s - now_s
+        return 0.0 if left_s < SHORT_S or self.tokens.there else min(left_s, LOOK_S)
 
     def wait(self) -> FinishedStep:
         """Waits for the tokens."""
