@@ -1,4 +1,4 @@
-"""One launched step: who may be in the one that follows before its tokens are known, and when that is
+"""One launched step: who may be in the one that follows before its tokens are known, and when it is
 planned.
 """
 
