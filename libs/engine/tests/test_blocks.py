@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pilotlight.engine.core.blocks import BlockHash, BlockPool, blocks_for
-from pilotlight.engine.core.free_runs import FreeRuns
+from pilotlight.engine.core.free_runs import SPARE_ENTRIES, FreeRuns
 from pilotlight.engine.core.prefix import extend_hashes, root_hash
 from pilotlight.engine.errors import EngineFailed
 
@@ -46,6 +46,76 @@ def test_free_runs_are_a_set(num_blocks, moves):
     for block in taken:
         runs.add(block)
     assert runs.take(num_blocks, None) == list(range(num_blocks)), "runs grow together again"
+
+
+class SlowRuns:
+    """The rules of ``FreeRuns.take``, told by looking at every block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = set(range(num_blocks))
+
+    def runs(self) -> list[range]:
+        starts = sorted(block for block in self.free if block - 1 not in self.free)
+        stops = sorted(block + 1 for block in self.free if block + 1 not in self.free)
+        return [range(*run) for run in zip(starts, stops, strict=True)]
+
+    def take(self, num_blocks: int, after: int | None) -> list[int]:
+        taken: list[int] = []
+        while self.free and len(taken) < num_blocks:
+            wanted = num_blocks - len(taken)
+            behind = taken[-1] + 1 if taken else after + 1 if after is not None else None
+            if behind not in self.free:
+                run = max(self.runs(), key=lambda run: (len(run), -run.start))
+                at_head = run.start == 0 or 2 * wanted > len(run)
+                behind = run.start if at_head else run[len(run) // 2]
+            while behind in self.free and len(taken) < num_blocks:
+                self.free.remove(behind)
+                taken.append(behind)
+                behind += 1
+        return taken
+
+
+@given(
+    num_blocks=st.integers(0, 60),
+    moves=st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(0, 12), st.integers(-1, 60)),
+            st.tuples(st.just("add"), st.integers(0, 60), st.just(0)),
+            st.tuples(st.just("resize"), st.integers(0, 60), st.just(0)),
+        ),
+        max_size=120,
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_free_runs_give_the_blocks_that_the_rules_give(num_blocks, moves):
+    runs, rules, taken = FreeRuns(num_blocks), SlowRuns(num_blocks), list[int]()
+    for what, count, after in moves:
+        if what == "take":
+            got = runs.take(count, after if after >= 0 else None)
+            assert got == rules.take(count, after if after >= 0 else None)
+            taken += got
+        elif what == "add" and taken:
+            block = taken.pop(count % len(taken))
+            runs.add(block)
+            rules.free.add(block)
+        elif what == "resize":
+            runs.truncate(count)
+            rules.free -= set(range(count, 61))
+            taken = [block for block in taken if block < count]
+        assert list(runs) == sorted(rules.free)
+        assert len(runs) == len(rules.free)
+
+
+def test_looking_for_the_longest_run_keeps_no_more_entries_than_twice_the_runs():
+    runs = FreeRuns(10_000)
+    for round_ in range(20):
+        taken = runs.take(10_000, None)
+        for block in taken[round_ % 3 :: 3]:
+            runs.add(block)
+        for block in set(taken) - set(taken[round_ % 3 :: 3]):
+            runs.add(block)
+    assert list(runs) == list(range(10_000))
+    assert len(runs._longest_first) <= 2 + SPARE_ENTRIES
 
 
 def test_requests_that_grow_side_by_side_do_not_meet_soon():

@@ -2,9 +2,13 @@
 attended to without gathering them.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
+
+SPARE_ENTRIES = 64
+"""So many entries of runs that are gone stay in any case."""
 
 
 class Run(NamedTuple):
@@ -26,18 +30,27 @@ class FreeRuns:
 
         blocks   0   1   2   3   4   5   6   7   8   9
                 [free )[  taken ......)[free )[ t.)[free )      runs: [0, 1) [4, 5) [6, 7) ...
+
+    An instance that has served for a while has thousands of runs, and each request that comes or
+    grows asks for the longest: a heap has it, whose entries outlive their runs until they come up.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._runs = [Run(0, num_blocks)] if num_blocks else []
-        """By position; no two touch."""
-        self._num_blocks = num_blocks
+        self._starts: list[int] = []
+        """Of the runs, by position; no two touch."""
+        self._stops: dict[int, int] = {}
+        """By start."""
+        self._longest_first: list[tuple[int, int]] = []
+        """Of each run how much shorter than nothing it is, and its start."""
+        self._num_blocks = 0
+        if num_blocks:
+            self.add_run(Run(0, num_blocks))
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def __iter__(self) -> Iterator[int]:
-        return (block for run in self._runs for block in range(run.start, run.stop))
+        return (block for start in self._starts for block in range(start, self._stops[start]))
 
     def take(self, num_blocks: int, after: int | None) -> list[int]:
         """Takes ``num_blocks`` blocks, or all of them if there are fewer.
@@ -48,33 +61,61 @@ class FreeRuns:
            as well as this one.
         """
         taken: list[int] = []
-        while self._runs and len(taken) < num_blocks:
+        while self._starts and len(taken) < num_blocks:
             wanted = num_blocks - len(taken)
             behind = (taken[-1] if taken else after if after is not None else -2) + 1
-            index = bisect_left(self._runs, behind, key=lambda run: run.stop - 1)
-            if not (index < len(self._runs) and self._runs[index].start <= behind):  # otherwise 1
-                index = max(
-                    range(len(self._runs)),
-                    key=lambda candidate: (self._runs[candidate].num_blocks, -candidate),
-                )  # 2
-                run = self._runs[index]
+            run = self._around(behind)  # 1
+            if run is None:
+                run = self._longest()  # 2
                 behind = (
                     run.start
                     if run.start == 0 or 2 * wanted > run.num_blocks
                     else run.start + run.num_blocks // 2
                 )
-            taken.extend(self._cut(index, behind, wanted))
+            taken.extend(self._cut(run, behind, wanted))
         return taken
 
-    def _cut(self, index: int, start: int, wanted: int) -> range:
+    def _around(self, block: int) -> Run | None:
+        """The run that a block lies in."""
+        index = bisect_right(self._starts, block) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        stop = self._stops[start]
+        return Run(start, stop) if block < stop else None
+
+    def _longest(self) -> Run:
+        """The longest run, the lowest of equals; there is one."""
+        while True:
+            shorter, start = self._longest_first[0]
+            if self._stops.get(start) == start - shorter:
+                return Run(start, start - shorter)
+            heappop(self._longest_first)
+
+    def _cut(self, run: Run, start: int, wanted: int) -> range:
         """Takes up to ``wanted`` blocks out of one run, from ``start`` on."""
-        run = self._runs[index]
         stop = min(run.stop, start + wanted)
-        self._runs[index : index + 1] = [
-            rest for rest in (Run(run.start, start), Run(stop, run.stop)) if rest.num_blocks
-        ]
-        self._num_blocks -= stop - start
+        self._remove(run.start)
+        for rest in (Run(run.start, start), Run(stop, run.stop)):
+            if rest.num_blocks:
+                self._insert(rest)
         return range(start, stop)
+
+    def _insert(self, run: Run) -> None:
+        self._starts.insert(bisect_left(self._starts, run.start), run.start)
+        self._stops[run.start] = run.stop
+        self._num_blocks += run.num_blocks
+        heappush(self._longest_first, (-run.num_blocks, run.start))
+        if len(self._longest_first) > 2 * len(self._starts) + SPARE_ENTRIES:
+            self._longest_first = [(start - stop, start) for start, stop in self._stops.items()]
+            heapify(self._longest_first)
+
+    def _remove(self, start: int) -> int:
+        """Forgets the run that begins there; where it stops."""
+        del self._starts[bisect_left(self._starts, start)]
+        stop = self._stops.pop(start)
+        self._num_blocks -= stop - start
+        return stop
 
     def add(self, block: int) -> None:
         """Puts a block back."""
@@ -83,20 +124,18 @@ class FreeRuns:
     def add_run(self, run: Run) -> None:
         """Puts blocks back that lie side by side, at least one."""
         start, stop = run
-        index = bisect_left(self._runs, Run(start, start))
-        if index < len(self._runs) and self._runs[index].start == stop:
-            stop = self._runs.pop(index).stop
-        if index and self._runs[index - 1].stop == start:
-            index -= 1
-            start = self._runs.pop(index).start
-        self._runs.insert(index, Run(start, stop))
-        self._num_blocks += run.num_blocks
+        before = self._around(start - 1)
+        if before is not None:
+            start = before.start
+            self._remove(start)
+        if stop in self._stops:
+            stop = self._remove(stop)
+        self._insert(Run(start, stop))
 
     def truncate(self, num_blocks: int) -> None:
         """Forgets all blocks from ``num_blocks`` on."""
-        while self._runs and self._runs[-1].stop > num_blocks:
-            start, stop = self._runs.pop()
-            kept = Run(start, max(start, num_blocks))
-            self._num_blocks -= stop - kept.stop
-            if kept.num_blocks:
-                self._runs.append(kept)
+        while self._starts and self._stops[self._starts[-1]] > num_blocks:
+            start = self._starts[-1]
+            self._remove(start)
+            if start < num_blocks:
+                self._insert(Run(start, num_blocks))
