@@ -94,10 +94,16 @@ def test_scaling_never_breaks_bounds(
             "drained below the minimum"
         )
         waits = any(d.waiting for d in waiting if d.model == one.name)
-        for i in current:
-            if i.instance_id in drained and len(current) <= one.scaling.max_instances:
-                assert not waits
-                assert i.in_flight == 0 or i.state in STARTING
+        gone = [i for i in current if i.instance_id in drained]
+        if gone and len(current) <= one.scaling.max_instances:
+            assert not waits
+            busy = [i for i in gone if i.in_flight and i.state in SERVING]
+            if busy:
+                (spare,) = busy
+                assert not one.pinned
+                assert all(i.state in SERVING and i.in_flight >= spare.in_flight for i in left)
+                running = spare.in_flight + sum(i.in_flight for i in left)
+                assert running <= RULES.low_load * RULES.instance_requests * len(left), "no surplus"
         count = sum(d.waiting for d in waiting if d.model == one.name)
         starting = sum(i.state in STARTING for i in left)
         needed = max(
