@@ -51,7 +51,7 @@ BEFORE = 5 + Sizes.rounds * len(TURNS)
 SLO = Promise(first_token_in_s=load.TTFT_MS / 1000, token_s=load.TPOT_MS / 1000)
 NO_SLO = Promise(first_token_in_s=NO_SLO_MS[0] / 1000, token_s=NO_SLO_MS[1] / 1000)
 NOT_KEPT = BatchLimits(
-    step_tokens=10_240, chunk_tokens=1024, running=256, gather_s=0.010, prefix_cache=False
+    step_tokens=10_240, chunk_tokens=2048, running=256, gather_s=0.010, prefix_cache=False
 )
 """As a GPU's engine has them, but for promises."""
 KEPT = replace(NOT_KEPT, keep_promises=True)

@@ -1,7 +1,8 @@
 """One instance of ``bench/promises.py``: the engine's own scheduler, a device that takes time, and
 gateways before it (``promises_gateways.py``).
 
-The figures of a device are fitted to what was served on an H200 (docs/benchmarks.md).
+The figures of a device are fitted to what was served on an H200, those of 8B to the times of its
+steps (docs/benchmarks.md).
 """
 
 import heapq
@@ -9,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from promises_gateways import WAY_S, Asked, Gateways, Handed
 from served_gpu_client import Answer
@@ -21,6 +23,8 @@ from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
+from pilotlight.engine.device.sampler import PendingTokens
+from pilotlight.engine.lookahead import LaunchedStep
 from pilotlight.policy.fairness import NO_TENANT
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import Promise, RequestKey, Sampling
@@ -66,8 +70,11 @@ class Device:
 
 DEVICES = {
     "4B": Device(0.00246, 60e-6, 6e-6, 0.10e-6, 10.1e-6, 0.94e-9, 0.012),
-    "8B": Device(0.00420, 95e-6, 2e-6, 0.06e-6, 21.3e-6, 1.3e-9, 0.012),
+    "8B": Device(0.00450, 31e-6, 9e-6, 0.032e-6, 20.7e-6, 1.33e-9, 0.0165),
 }
+PLANS_S, PROMPTS_S = 0.002, 0.004
+"""The device waits so long for a step that is planned when the one before it has ended; for one
+with prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +186,38 @@ class Served:
         sampling = Sampling(seed=0, max_tokens=asked.output_tokens)
         request = Request(key, [0] * asked.prompt_tokens, (), sampling, KV_TOKENS)
         request.stands(NO_TENANT, self._promise, handed.known_s)
-        request.queued_s = self._now_s
+        request.queued_s = max(self._now_s, handed.at_s)
         self._answers[key] = Answer(None, handed.sent_s, prompt_tokens=asked.prompt_tokens)
         self._through[key] = handed.gateway
         self._scheduler.submit(request)
 
     def _step(self) -> None:
         """One step, and the next one's plan where it is made before this one's tokens are known."""
-        began_s = self._now_s
-        plan, self._ahead = self._ahead or self._scheduler.schedule(began_s), None
+        began_s, ahead = self._now_s, self._ahead is not None
+        plan = self._ahead or self._scheduler.schedule(began_s)
         if not plan.requests:
             self._now_s += IDLE_S
             return
-        self._ahead = self._scheduler.follow_on(plan, began_s)
-        self._now_s += self._takes_s(plan.batch)
+        prompts = any(one.count > 1 for one in plan.batch.segments)
+        waits_s = 0.0 if ahead else PROMPTS_S if prompts else PLANS_S
+        ends_s = began_s + waits_s + self._takes_s(plan.batch)
+        self._ahead = self._following(plan, ends_s)
+        self._now_s = ends_s
         self._scheduler.advance(plan)
         self._scheduler.promises.pace.ran(plan.batch, began_s, self._now_s)
         self._hand_out(plan)
+
+    def _following(self, plan: Plan, ends_s: float) -> Plan | None:
+        """What is launched behind a step that begins now, with all that has come until then
+        (``engine.lookahead``).
+        """
+        tokens = cast("PendingTokens", None)
+        step = LaunchedStep(plan, (), tokens).begun(self._now_s, self._scheduler.promises.pace)
+        at_s = min(max(self._now_s, step.plan_s), ends_s)
+        self._hand_over(at_s)
+        while self._coming and self._coming[0].at_s <= at_s:
+            self._ask(heapq.heappop(self._coming))
+        return self._scheduler.follow_on(plan, at_s, ends_s=step.ends_s)
 
     def _takes_s(self, batch: Batch) -> float:
         seconds = self._device.takes_s(batch) * self._dice.uniform(*NOISE)
