@@ -140,7 +140,7 @@ def test_four_stages_become_two_while_they_answer(system: RunningSystem, text: s
     # fits where nothing is held, and nowhere else.
     added(system, "next", copied(system.home / "models", "next"), EASY_MS, "bfloat16")
     said(system, "next", tokens=1)
-    (serving,) = group(system, "next", "ready", 1)
+    (serving,) = eventually(lambda: group(system, "next", "ready", 1))
     assert serving["worker_id"] in released
     system.cli("model", "rm", "next")
     removed(system, "four")
@@ -150,7 +150,7 @@ def test_a_pipeline_serves_for_good(system: RunningSystem, text: str) -> None:
     """Two stages that no fewer workers have room for; a lost one is brought by another worker."""
     added(system, "pair", copied(system.home / "models", "pair"), EASY_MS)
     assert said(system, "pair") == text
-    stages = group(system, "pair", "ready", 2)
+    stages = eventually(lambda: group(system, "pair", "ready", 2))
     assert ranges(stages) == [(0, 4), (4, 8)]
     with ThreadPoolExecutor(1) as client:
         answer = client.submit(said, system, "pair")

@@ -43,8 +43,9 @@ GAINED = 0.6
 goes down by a token for four."""
 LOOKED_AT = 64
 """Of those that wait: what is behind them is in no step that is planned now."""
-DELIVERY_S = 0.010
-"""From the end of a step to whoever asked."""
+DELIVERY_S = 0.025
+"""From the end of a step to whoever asked, the next step's launch and the way to this engine with
+it. What is counted too little comes just too late, when an instance has all that it can do."""
 
 
 @dataclass(slots=True)
