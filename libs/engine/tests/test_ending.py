@@ -145,7 +145,7 @@ def test_what_is_left_is_what_neither_prompts_nor_delivery_take() -> None:
 def stage_of(ending_s: float, answers: list[int]) -> PaperStage:
     """So many streams that had ``LONG_TOKENS``, at time 0."""
     limits = BatchLimits(
-        step_tokens=512, chunk_tokens=40, running=32, gather_running=4, ending_s=ending_s
+        step_tokens=512, chunk_tokens=40, running=40, gather_running=4, ending_s=ending_s
     )
     stage = PaperStage(1000, limits)
     train(stage.scheduler.promises)
