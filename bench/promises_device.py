@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from promises_gateways import WAY_S, Asked, Gateways, Handed
 from served_gpu_client import Answer
@@ -23,8 +22,6 @@ from pilotlight.engine.core.pace import Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.core.scheduler import BatchScheduler
 from pilotlight.engine.core.tables import BlockTables
-from pilotlight.engine.device.sampler import PendingTokens
-from pilotlight.engine.lookahead import LaunchedStep
 from pilotlight.policy.fairness import NO_TENANT
 from pilotlight.policy.ids import RequestId
 from pilotlight.policy.request import Promise, RequestKey, Sampling
@@ -211,13 +208,12 @@ class Served:
         """What is launched behind a step that begins now, with all that has come until then
         (``engine.lookahead``).
         """
-        tokens = cast("PendingTokens", None)
-        step = LaunchedStep(plan, (), tokens).begun(self._now_s, self._scheduler.promises.pace)
-        at_s = min(max(self._now_s, step.plan_s), ends_s)
+        course = self._scheduler.promises.pace.course_of(plan.batch, self._now_s)
+        at_s = self._now_s if course is None else min(max(self._now_s, course.plan_s), ends_s)
         self._hand_over(at_s)
         while self._coming and self._coming[0].at_s <= at_s:
             self._ask(heapq.heappop(self._coming))
-        return self._scheduler.follow_on(plan, at_s, ends_s=step.ends_s)
+        return self._scheduler.follow_on(plan, at_s, ends_s=course.ends_s if course else None)
 
     def _takes_s(self, batch: Batch) -> float:
         seconds = self._device.takes_s(batch) * self._dice.uniform(*NOISE)

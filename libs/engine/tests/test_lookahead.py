@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pilotlight.engine import lookahead, resident
+from pilotlight.engine import resident
 from pilotlight.engine.compute import Compute, compute_on
+from pilotlight.engine.core import pace
 from pilotlight.engine.core.batch import Batch, Plan, Segment
 from pilotlight.engine.core.blocks import BlockPool
 from pilotlight.engine.core.lifecycle import RequestEvent
@@ -160,7 +161,7 @@ def test_nobody_can_tell_who_came_while_the_host_had_nothing_to_do(
     ahead(False)
     plain = talk(driver, checkpoint, limits)
     ahead(True)
-    monkeypatch.setattr(lookahead, "UNSURE_SHARE", -20.0)
+    monkeypatch.setattr(pace, "UNSURE_SHARE", -20.0)
     rests = 0
 
     def counted(self: Engine) -> StepResult:

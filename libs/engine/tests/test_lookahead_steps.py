@@ -6,13 +6,11 @@ import pytest
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch, Plan, Segment
-from pilotlight.engine.core.pace import Pace
+from pilotlight.engine.core.pace import PLANNING_S, UNSURE_SHARE, Pace
 from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.sampler import NotSampled, SampledToken
 from pilotlight.engine.lookahead import (
     LOOK_S,
-    PLANNING_S,
-    UNSURE_SHARE,
     LaunchedStep,
     may_follow,
 )

@@ -34,11 +34,6 @@ from pilotlight.engine.core.request import Request
 from pilotlight.engine.device.logits import SampleSpec
 from pilotlight.engine.device.sampler import NotSampled, PendingTokens, SampledToken
 
-PLANNING_S = 0.006
-"""So long before a step ends the next one is planned; sooner, where the host takes longer to launch
-one with prompts: the tokens are handed out behind that."""
-UNSURE_SHARE = 0.1
-"""Of a step's time: as much sooner may it end."""
 SHORT_S = 0.0005
 """Not worth a look at anything else."""
 LOOK_S = 0.002
@@ -75,12 +70,10 @@ class LaunchedStep:
 
     def begun(self, now_s: float, pace: Pace) -> "LaunchedStep":
         """The same, from when the device runs it."""
-        step_s = pace.step_s(self.plan.batch)
-        if step_s is None:
+        course = pace.course_of(self.plan.batch, now_s)
+        if course is None:
             return replace(self, since_s=now_s)
-        before_s = UNSURE_SHARE * step_s + max(PLANNING_S, pace.launches_s)
-        ends_s = now_s + step_s
-        return replace(self, since_s=now_s, ends_s=ends_s, plan_s=ends_s - before_s)
+        return replace(self, since_s=now_s, ends_s=course.ends_s, plan_s=course.plan_s)
 
     def rest_s(self, now_s: float) -> float:
         """How long the host has nothing to do for what follows, which is planned as late as can be:

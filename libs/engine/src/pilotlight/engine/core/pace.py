@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from pilotlight.engine.core.batch import Batch
@@ -18,6 +19,22 @@ DOUBLE_TOKENS = 12_000
 """A prompt's token that attends to so many costs twice what one costs that attends to none."""
 FORGET = 1.0005
 """What a step costs at least is forgotten at this rate, should a slower machine be the truth."""
+
+PLANNING_S = 0.006
+"""So long before a step ends the next one is planned; sooner, where the host takes longer to launch
+one with prompts: the tokens are handed out behind that."""
+UNSURE_SHARE = 0.1
+"""Of a step's time: as much sooner may it end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Of a step that the device has begun, on the engine's clock."""
+
+    ends_s: float
+    """When it is expected to end."""
+    plan_s: float
+    """When what follows is to be planned."""
 
 
 def prompt_work(start: int, count: int) -> float:
@@ -113,6 +130,15 @@ class Pace:
             return None
         work = sum(prompt_work(one.start, one.count) for one in prompts)
         return max(streams_s + self._prompt_token_s * work, self._launches_s)
+
+    def course_of(self, batch: Batch, now_s: float) -> Course | None:
+        """Of a step that begins now; None: not known yet."""
+        step_s = self.step_s(batch)
+        if step_s is None:
+            return None
+        ends_s = now_s + step_s
+        before_s = UNSURE_SHARE * step_s + max(PLANNING_S, self.launches_s)
+        return Course(ends_s, ends_s - before_s)
 
     @property
     def launches_s(self) -> float:
