@@ -63,6 +63,8 @@ SLOW_S = 45.0
 it fails."""
 EMPTY_DEADLINE_S = 90.0
 """For the system to have let go of everything: beyond the lease of a grant."""
+BILLED_DEADLINE_S = 30.0
+"""For all rows of usage to be in the database, which a gateway writes behind its answers."""
 
 
 def shards() -> list[object]:
@@ -253,7 +255,7 @@ async def billed(system: FaultySystem, results: list[Result]) -> list[str]:
         return len(await system.usage_rows(ids)) >= len(ids)
 
     try:
-        await until(all_there, deadline_s=5.0)
+        await until(all_there, deadline_s=BILLED_DEADLINE_S)
     except DeadlineExceeded:
         return [f"{len(await system.usage_rows(ids))} rows of usage for {len(ids)} requests"]
     counts = Counter(row.request_id for row in await system.usage_rows(ids))
