@@ -87,7 +87,7 @@ class S3Source(RangedSource):
         listed = 0
         try:
             # pyright sees overloads of it that are not called here.
-            for batch in obstore.list(self._store, chunk_size=1000):  # pyright: ignore[reportUnknownMemberType]
+            for batch in obstore.list(self._store, chunk_size=1000):  # pyright: ignore[reportUnknownMemberType] - obstore types its streams in part alone
                 listed += len(batch)
                 if len(found) > MAX_FILES or listed > MAX_LISTED:
                     raise BadCheckpoint(

@@ -122,7 +122,7 @@ class HttpServer:
         config = uvicorn.Config(
             self._app,
             # A class, by its type; uvicorn only calls it.
-            http=functools.partial(Connection, self._app.refused),  # pyright: ignore[reportArgumentType]
+            http=functools.partial(Connection, self._app.refused),  # pyright: ignore[reportArgumentType] - uvicorn calls it as it would the class
             interface="asgi3",
             ws="none",
             lifespan="off",
