@@ -5,6 +5,7 @@ behind.
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -14,8 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from pilotlight.cli.supervisor import PR_SET_CHILD_SUBREAPER, ChildFailed, ChildSpec, Supervisor
+from pilotlight.cli.supervisor import (
+    PR_SET_CHILD_SUBREAPER,
+    START_TRIES,
+    ChildFailed,
+    ChildSpec,
+    Supervisor,
+)
 from pilotlight.common.clock import SystemClock
+from pilotlight.common.errors import BusUnavailable, InternalError, PilotlightError, PortTaken
 from pilotlight.common.machine import END_WITH_PARENT
 from pilotlight.common.testing import until
 
@@ -116,6 +124,33 @@ async def test_a_child_is_started_when_it_says_so(rig: Rig) -> None:
 async def test_a_child_that_ends_before_it_is_ready(rig: Rig) -> None:
     with pytest.raises(ChildFailed, match=r"child ended with status 7; its log is .*child\.log"):
         await rig.supervisor.start(rig.spec("sys.exit(7)"))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "tries"),
+    [
+        ({"action": "start_failed", "code": "bus_unavailable"}, BusUnavailable, START_TRIES),
+        ({"action": "start_failed", "code": "port_taken"}, PortTaken, 1),
+        ({"action": "task_died", "task": "work"}, InternalError, 1),
+    ],
+)
+async def test_a_child_that_says_why_it_cannot_start(
+    rig: Rig, said: dict[str, str], kind: type[PilotlightError], tries: int
+) -> None:
+    line = json.dumps({**said, "error": "it is so"})
+    with pytest.raises(kind, match="child cannot start: it is so"):
+        await rig.supervisor.start(rig.spec(f"print({line!r}, flush=True)\nsys.exit(1)\n"))
+    assert len(rig.pids) == tries
+
+
+async def test_a_start_that_another_try_can_help_is_tried_again(rig: Rig) -> None:
+    line = json.dumps({"action": "start_failed", "code": "bus_unavailable", "error": "too late"})
+    fails_once = (
+        f"if len(open('pids').readlines()) == 1: print({line!r}, flush=True); sys.exit(1)\n"
+    )
+    await rig.supervisor.start(rig.spec(fails_once + READY + WAIT))
+    assert len(rig.pids) == 2
+    assert rig.alive() == rig.pids[1:]
 
 
 async def test_the_status_of_a_child_is_not_lost(rig: Rig) -> None:

@@ -102,16 +102,28 @@ def test_wrong_settings_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_service("probe", ServiceSettings, build) == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (NoRoom("no room"), '"code":"no_room","error":"no room"'),
+        (ZeroDivisionError("a bug"), '"code":"internal","error":"ZeroDivisionError(\'a bug\')"'),
+    ],
+)
 def test_a_service_that_cannot_start_says_why(
-    monkeypatch: pytest.MonkeyPatch, nats_url: str, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    nats_url: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def build(_: object) -> Application:
-        raise NoRoom
+        raise error
 
     monkeypatch.setenv("PILOTLIGHT_NATS_URL", nats_url)
     monkeypatch.setenv("PILOTLIGHT_OBJECT_STORE_URL", "memory://")
     assert run_service("probe", ServiceSettings, build) == 1
-    assert '"code":"no_room"' in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert '"action":"start_failed",' + told in last
 
 
 @pytest.mark.anyio

@@ -12,13 +12,13 @@ from sqlalchemy import insert, select, text
 from pilotlight.common.db import tables
 from pilotlight.common.db.outbox import Outbox
 from pilotlight.common.errors import Forbidden, Unauthorized
-from pilotlight.common.testing import MakeContext
+from pilotlight.common.testing import MakeContext, until
 from pilotlight.gateway import auth
 from pilotlight.gateway.admin.testing import AdminWorld, admin_world, refused
 from pilotlight.gateway.auth import Authenticator, KeyInfo
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.tenants.following import KeyFollower
-from pilotlight.gateway.tenants.keys import KeyRepository, Role
+from pilotlight.gateway.tenants.keys import ApiKey, KeyRepository, Role
 
 pytestmark = pytest.mark.anyio
 
@@ -222,6 +222,39 @@ async def test_keys_from_files_are_left_to_the_files(world: AdminWorld) -> None:
         refused(await world.http.delete(f"/keys/{one['key_id']}"), 409, "conflict", "file")
         answer = await world.http.post(f"/keys/{one['key_id']}/rotate", json={})
         refused(answer, 409, "conflict", "file")
+
+
+async def test_gateways_install_the_keys_from_files_one_after_the_other(world: AdminWorld) -> None:
+    keys = KeyRepository(world.database, world.context.clock)
+    digest = "5" * 64
+    key = ApiKey(key_id="key-5", prefix="pl-admin-5", hash=digest, role="admin", label="installed")
+    waits = text(
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted "
+        "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+
+    async def waiting() -> int:
+        async with world.database.reading() as connection:
+            return (await connection.execute(waits)).scalar_one()
+
+    async with world.database.unit_of_work() as work:
+        # Another gateway's, which has not looked for the row yet.
+        await work.connection.execute(
+            text("SELECT pg_advisory_xact_lock(hashtext(:table))"),
+            {"table": tables.api_keys.fullname},
+        )
+        both = [asyncio.create_task(keys.ensure_bootstrap(key)) for _ in range(2)]
+
+        async def both_wait() -> bool:
+            return await waiting() == len(both)
+
+        await until(both_wait)
+    await asyncio.gather(*both)
+    listed = (await world.http.get("/keys")).json()["keys"]
+    assert [one["label"] for one in listed].count("installed") == 1
+    async with world.database.reading() as connection:
+        installed = select(tables.audit).where(tables.audit.c.entity == key.key_id)
+        assert len((await connection.execute(installed)).all()) == 1
 
 
 async def test_the_last_use_of_a_key_is_noted(world: AdminWorld) -> None:

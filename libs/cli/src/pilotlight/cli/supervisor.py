@@ -22,9 +22,14 @@ import msgspec
 import structlog
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.errors import DeadlineExceeded, PilotlightError, error_of
+from pilotlight.common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    PilotlightError,
+    error_of,
+)
 from pilotlight.common.machine import END_WITH_PARENT
-from pilotlight.common.service import SETTINGS_INVALID, START_FAILED
+from pilotlight.common.service import SETTINGS_INVALID, START_FAILED, TASK_DIED
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
 
 log = structlog.get_logger()
@@ -36,6 +41,9 @@ MAX_LOG_BYTES = 64 * 1024
 """Of the end of a child's log in which its last word is looked for."""
 STABLE_AFTER_S = 10.0
 """A child that lived this long starts its next restart without a delay."""
+START_TRIES = 3
+"""Of a child that says that another try can help: on a machine that has just begun to start
+everything, a server's answer may be too late for it."""
 
 
 class ChildFailed(PilotlightError):
@@ -49,8 +57,8 @@ class _LastWord(msgspec.Struct, frozen=True):
     """A line that a service logs when it cannot start."""
 
     action: str
-    code: str
     error: str
+    code: str = InternalError.code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +132,7 @@ class Supervisor:
         """
         child = _Child(spec)
         self._children.append(child)
-        await self._launch(child)
+        await self._launch_at_last(child)
         child.watcher = asyncio.create_task(self._watch(child), name=f"watch {spec.name}")
 
     async def stop(self) -> None:
@@ -138,6 +146,24 @@ class Supervisor:
             await self._end_orphans()
             asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
             self._adopting = False
+
+    async def _launch_at_last(self, child: _Child) -> None:
+        for failures in range(START_TRIES - 1):
+            try:
+                await self._launch(child)
+            except PilotlightError as error:
+                if not error.retryable:
+                    raise
+                log.warning(
+                    "process does not start; starting it again",
+                    action="child_start_failed",
+                    child=child.spec.name,
+                    error=error.message,
+                )
+                await pause(self._backoff.delay_s(failures, self._rng))
+            else:
+                return
+        await self._launch(child)
 
     async def _launch(self, child: _Child) -> None:
         spec = child.spec
@@ -292,7 +318,7 @@ def _why(child: _Child, status: int) -> PilotlightError:
         for line in reversed(log_file.read().splitlines()):
             with contextlib.suppress(msgspec.MsgspecError):
                 told = msgspec.json.decode(line, type=_LastWord)
-                if told.action in (START_FAILED, SETTINGS_INVALID):
+                if told.action in (START_FAILED, SETTINGS_INVALID, TASK_DIED):
                     return error_of(told.code, f"{spec.name} cannot start: {told.error}")
     return ChildFailed(f"{spec.name} ended with status {status}; its log is {spec.log_path}")
 

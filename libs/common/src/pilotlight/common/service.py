@@ -24,7 +24,12 @@ from prometheus_client import CollectorRegistry
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.clock_watch import watch_clock
-from pilotlight.common.errors import DiskFull, PilotlightError, SettingsInvalid
+from pilotlight.common.errors import (
+    DiskFull,
+    InternalError,
+    PilotlightError,
+    SettingsInvalid,
+)
 from pilotlight.common.fitness import check_files, check_folder
 from pilotlight.common.health import HealthServer
 from pilotlight.common.ids import new_incarnation
@@ -43,8 +48,9 @@ STOP_DEADLINE_S = 10.0
 PR_SET_PDEATHSIG = 1
 START_FAILED = "start_failed"
 SETTINGS_INVALID = "settings_invalid"
+TASK_DIED = "task_died"
 """``action`` of the last log line of a service that cannot start: the process that started it tells
-of it in these words."""
+of it in the words of its ``error``."""
 LOOKS_FOR_GARBAGE = (10_000, 20, 200)
 """New objects, looks at those, and looks at what survived them, before the next wider look.
 
@@ -97,7 +103,11 @@ class Background:
         error = task.exception()
         if error is not None:
             log.error(
-                "background task died", action="task_died", task=task.get_name(), exc_info=error
+                "background task died",
+                action=TASK_DIED,
+                task=task.get_name(),
+                error=repr(error),
+                exc_info=error,
             )
             if not self.failed.done():
                 self.failed.set_result(f"{task.get_name()}: {error!r}")
@@ -168,6 +178,15 @@ def run_service(
             code=error.code,
             error=error.message,
             what_to_do=error.action,
+        )
+        return 1
+    except Exception as error:  # a bug is told to the process that started this one, too
+        log.exception(
+            "cannot start",
+            action=START_FAILED,
+            code=InternalError.code,
+            error=repr(error),
+            what_to_do=InternalError.action,
         )
         return 1
 

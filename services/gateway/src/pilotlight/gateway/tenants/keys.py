@@ -141,7 +141,11 @@ class KeyRepository:
             created_at=func.now(),
         )
         valid = {"role": key.role, "label": key.label, "revoked_at": None}
+        # Gateways start together. ON CONFLICT names one of the table's two unique indexes: of two
+        # that insert the same row at the same moment, the other one would have one fail.
+        one_at_a_time = select(func.pg_advisory_xact_lock(func.hashtext(keys.fullname)))
         async with self._database.unit_of_work() as work:
+            await work.connection.execute(one_at_a_time)
             revoke = (
                 update(keys).where(*others).values(revoked_at=func.now()).returning(keys.c.key_id)
             )
