@@ -9,7 +9,7 @@ from pilotlight.common.errors import NoWorker
 from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT, NeverFits
 from pilotlight.common.service import Background
 from pilotlight.common.testing import until
-from pilotlight.gateway.serving.demand import DemandPublisher
+from pilotlight.gateway.serving.demand import GATHER_S, REPEAT_S, DemandPublisher, gather_s
 from pilotlight.gateway.serving.queue import PendingQueue
 from pilotlight.gateway.serving.ticket import Ticket
 from pilotlight.policy.admission import QueueBounds
@@ -66,3 +66,11 @@ def test_demand_tells_the_prompt_of_its_oldest_request() -> None:
         queue.enter(msgspec.structs.replace(asked, since_s=since_s, held_tokens=tokens))
     (told,) = queue.demand()
     assert (told.waiting, told.prompt_tokens) == (3, 161)
+
+
+def test_a_long_line_is_told_of_as_often_as_it_repeats_itself_at_least() -> None:
+    assert [gather_s(held) for held in (0, 10, 100_000)] == [
+        GATHER_S,
+        pytest.approx(0.006),
+        REPEAT_S,
+    ]

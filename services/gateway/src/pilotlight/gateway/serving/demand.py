@@ -24,6 +24,14 @@ NEVER_FITS_AGAIN_S = 60.0
 """Until another worker may be there."""
 GATHER_S = 0.005
 """Changes that follow one another closely travel together; the first goes at once."""
+GATHER_EACH_S = 0.0001
+"""More, for each request that waits: all of them are looked at each time, and of a thousand one
+more changes little."""
+
+
+def gather_s(held: int) -> float:
+    """How long changes are gathered while so many requests wait, in seconds."""
+    return min(GATHER_S + GATHER_EACH_S * held, REPEAT_S)
 
 
 class DemandPublisher:
@@ -70,7 +78,7 @@ class DemandPublisher:
             changed = await woken(self._changed, REPEAT_S if told else IDLE_S)
             if changed or told:
                 told = await self._publish()
-                await pause(GATHER_S)
+                await pause(gather_s(self._queue.held))
 
     async def _publish(self) -> bool:
         demands = self._queue.demand()

@@ -68,9 +68,10 @@ class LineRoom(Generic[W]):
         bounds, waiting, held = self._bounds, len(line) + coming, self.held + coming
         if held < bounds.total_requests and waiting < bounds.model_requests:
             return None
-        bounds = replace(bounds, model_requests=line.room(bounds.model_requests))
-        if held < bounds.total_requests and waiting < bounds.model_requests:
+        room = line.room(bounds.model_requests)
+        if held < bounds.total_requests and waiting < room:
             return None
+        bounds = replace(bounds, model_requests=room)
         facts = QueueFacts(
             total_requests=held,
             model_requests=waiting,

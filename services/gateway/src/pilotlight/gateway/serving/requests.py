@@ -45,6 +45,7 @@ from pilotlight.gateway.serving.token_request import (
 )
 from pilotlight.gateway.serving.turned_away import check_room
 from pilotlight.policy.ids import InstanceId, ModelName
+from pilotlight.policy.pace import LEAST_WAIT_S
 from pilotlight.policy.plan import Instance
 from pilotlight.policy.request import FinishReason
 
@@ -52,9 +53,10 @@ log = structlog.get_logger()
 
 MAX_LOSSES = 3
 """Attempts lost before the first token, and again after it, with which the request fails."""
-SOON_S = 0.5
-"""A turn at an instance that serves comes sooner than that as a rule. To tell each of a burst that
-it waits would take time that others need for tokens, and more would wait."""
+SOON_S = 1.5 * LEAST_WAIT_S
+"""A turn at an instance that serves comes sooner than that: its line is ``LEAST_WAIT_S`` long at
+most. To tell each of a full line that it waits would take time that others need for tokens, and the
+line would stay full at a rate that the gateway can do without one."""
 AVOID_REFUSED_S = 0.1
 AVOID_LOST_S = 1.0
 
