@@ -156,3 +156,33 @@ def test_a_line_that_nothing_has_moved_of_late_is_forgotten():
         enter()
     with pytest.raises(TooManyHeld, match="2 requests already wait"):
         enter()
+
+
+def test_a_burst_long_after_the_last_one_finds_a_long_line():
+    clock = ManualClock()
+    line = Line(clock.monotonic_s)
+
+    def busy_s(seconds):
+        for _ in range(seconds * 100):
+            for _ in range(10):
+                line.served()
+            clock.advance(0.01)
+
+    def place():
+        return SimpleNamespace(order=(0, 0), tenant="flood", weight=1.0, cost=1.0, since_s=0.0)
+
+    busy_s(3)
+    first, second = place(), place()
+    line.add(first)
+    long = line.room(600, 512)
+    assert long > 900
+    line.remove(first)
+    busy_s(60)
+    line.add(second)
+    assert line.room(600, 512) == pytest.approx(long, rel=0.05)
+    busy_s(6)
+    assert line.room(600, 512) < 150, "it was long since"
+    line.remove(second)
+    busy_s(1)
+    line.add(first)
+    assert line.room(0, 512) < 150, "it is kept short"

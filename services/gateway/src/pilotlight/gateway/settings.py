@@ -84,7 +84,7 @@ class GatewaySettings(
     max_held_per_model: int = Field(
         512,
         ge=1,
-        description="Requests that one gateway holds for one model; more only if they have their turn within a second at the pace of late.",
+        description="Requests that one gateway holds for one model; or those that have their turn in a second, a tenth if they stand.",
     )
     request_timeout_s: float = Field(
         3600.0,

@@ -40,7 +40,7 @@ class LineRoom(Generic[W]):
         one.
         """
         least = self._bounds.model_requests
-        return not line and not line.handed and line.room(least) == least
+        return not line and not line.handed and line.room(0, least) == least
 
     def made_by(
         self,
@@ -66,9 +66,7 @@ class LineRoom(Generic[W]):
             TooManyHeld: the newcomer.
         """
         bounds, waiting, held = self._bounds, len(line) + coming, self.held + coming
-        if held < bounds.total_requests and waiting < bounds.model_requests:
-            return None
-        room = line.room(bounds.model_requests)
+        room = line.room(waiting, bounds.model_requests)
         if held < bounds.total_requests and waiting < room:
             return None
         bounds = replace(bounds, model_requests=room)

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pilotlight.gateway.pacing import Pacing
 from pilotlight.policy.fairness import FairTurns, Holding
-from pilotlight.policy.pace import LEAST_WAIT_S
+from pilotlight.policy.pace import Standing, line_room
 
 
 class Waits(Protocol):
@@ -65,6 +65,7 @@ class Line(Generic[W]):
         """Since somebody waits; None: nobody does."""
         self._served = Pacing(now_s())
         """All that got an instance, whether or not they waited."""
+        self._standing = Standing()
         self.conditional = False
         """Some of them may not wait for a start, or were there and are not any more."""
         self.handed: set[W] = set()
@@ -107,11 +108,15 @@ class Line(Generic[W]):
         """One has got its instance, whether or not it waited."""
         self._served.turn(self._now_s())
 
-    def room(self, at_least: int) -> int:
-        """How many may wait: as many as have their turn within the time for which nobody is turned
-        away (``policy.pace``), or ``at_least``.
+    def room(self, waiting: int, at_least: int) -> int:
+        """How many may wait, so many being there or about to be (``policy.pace.line_room``).
+
+        To be asked for each that comes: so it is known whether the line stands.
         """
-        return max(at_least, self._served.pace(self._now_s()).turns_within(LEAST_WAIT_S))
+        now_s = self._now_s()
+        room = line_room(self._served.pace(now_s), waiting, at_least, self._standing, now_s)
+        self._standing = room.standing
+        return room.places
 
     def remove(self, place: W) -> bool:
         """It leaves, if it is there."""
@@ -185,6 +190,8 @@ class Line(Generic[W]):
             self._turns.end(tenant)
         if not self._places:
             self._pacing = None
+            if not self._standing.kept_short:
+                self._standing = Standing()
 
 
 def all_holdings(lines: Iterable[Line[W]]) -> dict[str, Holding]:
