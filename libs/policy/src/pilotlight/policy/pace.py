@@ -70,16 +70,14 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineRoom:
+class Room:
     """How many may wait in a line, and whether it stands."""
 
     places: int
     standing: Standing
 
 
-def line_room(
-    pace: Pace, waiting: int, at_least: int, standing: Standing, now_s: float
-) -> LineRoom:
+def line_room(pace: Pace, waiting: int, at_least: int, standing: Standing, now_s: float) -> Room:
     """How many may wait in a line, looked at when one more comes.
 
     1. as many as have their turn within ``LEAST_WAIT_S``, or ``at_least``
@@ -95,11 +93,11 @@ def line_room(
     """
     long = pace.turns_within(LEAST_WAIT_S)
     if long <= at_least:  # 1
-        return LineRoom(places=at_least, standing=Standing())
+        return Room(places=at_least, standing=Standing())
     short = max(min(at_least, LEAST_TURNS), pace.turns_within(STANDING_WAIT_S))
     was, since_s = standing.kept_short, standing.otherwise_s
     if since_s is None or (waiting >= short) == was:
         standing = Standing(kept_short=was, otherwise_s=now_s)
     elif now_s - since_s >= (SHORT_FOR_S if was else STANDING_AFTER_S):
         standing = Standing(kept_short=not was, otherwise_s=now_s)
-    return LineRoom(places=short if standing.kept_short else long, standing=standing)  # 2
+    return Room(places=short if standing.kept_short else long, standing=standing)  # 2
