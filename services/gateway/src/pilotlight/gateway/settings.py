@@ -84,7 +84,8 @@ class GatewaySettings(
     max_held_per_model: int = Field(
         512,
         ge=1,
-        description="Requests that one gateway holds for one model; or those that have their turn in a second, a tenth if they stand.",
+        description="Requests that one gateway holds for one model; where more than that have their turn within a second, those, "
+        "and in a line that has stood for seconds, as under overload, a tenth of those.",
     )
     request_timeout_s: float = Field(
         3600.0,
