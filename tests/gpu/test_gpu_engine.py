@@ -12,6 +12,7 @@ from random_models import WIDE, random_parts, source_of, spec_of
 
 from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.cuda.arena import CudaArena
+from pilotlight.engine.cuda.graphs import SIZES
 from pilotlight.engine.device.arena import CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.engine.engine import Engine
@@ -120,6 +121,33 @@ def test_outputs_are_those_of_the_cpu(on_device: CudaArena, kind: str) -> None:
     assert {name: tokens for name, tokens in there.tokens.items() if name != cancelled} == {
         name: tokens for name, tokens in here.tokens.items() if name != cancelled
     }
+    there.engine.unload(INSTANCE)
+    assert on_device.backed_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["llama-bias", "qwen2"])
+def test_outputs_are_the_same_with_graphs_that_were_made_while_nothing_ran(
+    on_device: CudaArena, kind: str
+) -> None:
+    """What the cache has by then stays, its first block among it."""
+    there, here = (
+        Driver(arena, kind, 2048, BatchLimits(step_tokens=200, running=12))
+        for arena in (on_device, CpuArena(num_slots=1, slot_bytes=SLOT_BYTES))
+    )
+    for driver in (there, here):
+        driver.add("before", 150, 7, max_tokens=6)
+        driver.finish()
+    pieces = 0
+    while there.engine.prepare():
+        pieces += 1
+    assert pieces > 2 * len(SIZES)
+    assert not here.engine.prepare()
+    for driver in (there, here):
+        driver.add("again", 150, 7, max_tokens=20)
+        for number in range(9):
+            driver.add(f"another {number}", 9 + 21 * number, max_tokens=8 + 3 * number)
+        driver.finish()
+    assert there.tokens == here.tokens
     there.engine.unload(INSTANCE)
     assert on_device.backed_bytes == 0
 

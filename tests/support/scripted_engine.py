@@ -64,6 +64,9 @@ class ScriptedEngine:
         self.fresh = False
         self.early_parts: list[list[int] | None] = []
         """Of each load, what had come when it began; None: batches of others ran."""
+        self.unprepared: list[str] = []
+        """What it does for later, piece by piece."""
+        self.prepared = threading.Event()
         self.may_step = threading.Event()
         self.may_step.set()
 
@@ -121,6 +124,13 @@ class ScriptedEngine:
         return PlacedPart(
             copy_s=0.0, convert_s=self.convert_s, ready=not self.expected[instance_id]
         )
+
+    def prepare(self) -> bool:
+        if self.unprepared:
+            self.unprepared.pop(0)
+            if not self.unprepared:
+                self.prepared.set()
+        return bool(self.unprepared)
 
     @property
     def channels(self) -> tuple[()]:

@@ -22,7 +22,9 @@ from pilotlight.common.messages.engine import EngineUp, Shutdown, StageLoaded
 from pilotlight.policy.ids import InstanceId
 from pilotlight.worker.engine_child import ahead
 from pilotlight.worker.engine_child.ahead import (
+    IDLE_S,
     WARM_UP_AFTER_S,
+    IdleWork,
     WarmUp,
     beside,
     context_ahead,
@@ -192,6 +194,70 @@ def test_a_device_on_which_warming_up_fails_ends_the_process(scripted: ScriptedE
     parent = Parent(scripted, warm_up=WarmUp(scripted.clock, fail, 0.0))
     parent.thread.join(JOIN_S)
     assert isinstance(parent.failure, RuntimeError)
+
+
+def test_work_for_later_is_due_when_there_was_nothing_to_do_for_a_while() -> None:
+    clock, left = ManualClock(), ["a piece", "another"]
+
+    def work() -> bool:
+        left.pop(0)
+        return bool(left)
+
+    later = IdleWork(clock, work)
+    assert (later.due, later.before(None)) == (False, None)
+    later.look(idle=True)
+    due_s = clock.monotonic_s() + IDLE_S
+    assert (later.due, later.before(None), later.before(due_s - 0.01)) == (
+        False,
+        due_s,
+        due_s - 0.01,
+    )
+    later.look(idle=False)
+    assert later.before(None) is None, "something came"
+    later.look(idle=True)
+    clock.advance(IDLE_S)
+    later.look(idle=True)
+    assert later.due
+    later.run()
+    assert later.due, "at once, as long as there is more"
+    later.run()
+    later.look(idle=True)
+    assert (later.due, later.before(None), left) == (False, None, [])
+
+
+def test_there_may_be_more_for_later_when_something_has_run() -> None:
+    clock = ManualClock()
+    later = IdleWork(clock, lambda: False, 0.0)
+    later.look(idle=True)
+    later.run()
+    assert not later.due
+    later.look(idle=False)
+    later.look(idle=True)
+    assert later.due
+
+
+def test_an_engine_prepares_while_it_has_nothing_to_do(scripted: ScriptedEngine) -> None:
+    scripted.unprepared = ["a piece", "another"]
+    parent = Parent(scripted)
+    parent.until(EngineUp)
+    assert scripted.prepared.wait(JOIN_S)
+    parent.close()
+
+
+def test_an_engine_that_is_asked_for_something_does_that_first(
+    scripted: ScriptedEngine, pool: Any
+) -> None:
+    clock = scripted.clock = ManualClock()
+    scripted.unprepared = ["a piece"]
+    parent = Parent(scripted)
+    parent.send(pool.load(), *pool.places())
+    parent.until(StageLoaded)
+    assert scripted.unprepared, "there was something to do"
+    tries = iter(range(int(JOIN_S / IDLE_S)))
+    while not scripted.prepared.wait(IDLE_S):
+        assert next(tries, None) is not None
+        clock.advance(IDLE_S)
+    parent.close()
 
 
 def test_copies_of_parts_that_have_come_begin_before_a_stage_is_set_up(

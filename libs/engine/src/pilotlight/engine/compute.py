@@ -21,6 +21,7 @@ from pilotlight.policy.model import Stage
 
 if TYPE_CHECKING:
     from pilotlight.engine.cuda.graphs import GraphSet, GraphSupplier, HasSteps
+    from pilotlight.engine.cuda.idle import Prepares
 
 Sampler = Callable[[Tensor, Sequence[SampleSpec]], "list[SampledToken | NotSampled]"]
 """Samples one token from each row of logits; see ``device.sampler.sample``."""
@@ -82,6 +83,8 @@ class Compute:
     """See ``GraphSupplier.arriving``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""
+    ahead: "Prepares | None" = None
+    """What can be done for later while nothing runs."""
 
 
 class GraphPlan(Protocol):
@@ -129,6 +132,7 @@ def compute_on(
     # Only here: on a machine without a GPU there may be no triton.
     from pilotlight.engine.cuda.capture import CaptureOnSecondUse, keep_generator_memory
     from pilotlight.engine.cuda.graphs import GraphSet
+    from pilotlight.engine.cuda.idle import CaptureAhead
     from pilotlight.engine.cuda.rehearsal import Rehearsal
     from pilotlight.engine.cuda.runner import CudaRangeRunner
     from pilotlight.engine.cuda.sampler import CudaSampler
@@ -164,4 +168,6 @@ def compute_on(
         rehearsal,
         supplier.arriving,
         graphs.close,
+        # What an artifact brings comes by itself, and what is recorded is recorded in its order.
+        CaptureAhead(runner.steps_of(), graphs) if plan is None else None,
     )

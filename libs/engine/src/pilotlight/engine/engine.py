@@ -236,8 +236,7 @@ class Engine:
 
     def call_off(self, instance_id: InstanceId) -> bool:
         """As ``extension.call_off``; False of a stage that is not held."""
-        resident = self._stages.get(instance_id)
-        return resident is not None and extension.call_off(resident)
+        return (held := self._stages.get(instance_id)) is not None and extension.call_off(held)
 
     def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
         """See ``HeldStages.rename``."""
@@ -271,9 +270,8 @@ class Engine:
 
     def vouch(self, instance_id: InstanceId) -> None:
         """The parts that a stage has were whole when they were copied."""
-        if (resident := self._stages.get(instance_id)) is not None:
-            resident.vouched = True
-            resident.target_vouched = resident.parameters.complete
+        if (held := self._stages.get(instance_id)) is not None:
+            held.vouched, held.target_vouched = True, held.parameters.complete
 
     def serves(self, instance_id: InstanceId) -> bool:
         """``add`` takes requests for it: a whole model, or the lead of a connected pipeline."""
@@ -281,8 +279,8 @@ class Engine:
 
     def kv_capacity_tokens(self, instance_id: InstanceId) -> int:
         """Room that a stage can use, in a pipeline as all of its stages have; 0: it is not held."""
-        resident = self._stages.get(instance_id)
-        return resident.scheduler.kv_capacity_tokens if resident is not None else 0
+        held = self._stages.get(instance_id)
+        return held.scheduler.kv_capacity_tokens if held is not None else 0
 
     def add(
         self,
@@ -374,6 +372,10 @@ class Engine:
         resident.scheduler.end(request, RequestEvent.DROP)
         return released(request)
 
+    def prepare(self) -> bool:
+        """See ``HeldStages.prepare``."""
+        return self._stages.prepare()
+
     def wait(self, timeout_s: float) -> None:
         """Returns when there is work, or may be from another stage, or after the time."""
         if not self.has_work:
@@ -385,8 +387,7 @@ class Engine:
         self._grammars.pump()
         produced, self._ended = self._ended, []
         grown, self._grown = self._grown, []
-        for stage in self._stages.values():
-            produced.extend(stage.expire(start_s))
+        produced.extend(one for stage in self._stages.values() for one in stage.expire(start_s))
         resident = self._stages.take_turn()
         alone = len(self._stages.working) == 1
         done = (

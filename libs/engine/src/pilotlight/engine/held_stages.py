@@ -71,6 +71,23 @@ class HeldStages(dict[InstanceId, ResidentStage]):
                 return resident
         return None
 
+    def prepare(self) -> bool:
+        """Does something for later (``Compute.ahead``), of one stage that has nothing to do.
+
+        Returns:
+            Whether there may be more to do.
+
+        Raises:
+            RuntimeError: see ``Prepares.one``.
+        """
+        for stage in self.values():
+            ahead = stage.compute.ahead
+            quiet = stage.complete and stage.pipeline is None and not stage.in_flight
+            if ahead is not None and quiet and not ahead.is_over:
+                ahead.one()
+                return True
+        return False
+
     def rename(self, instance_id: InstanceId, new_id: InstanceId) -> None:
         """Gives a whole model that is in no pipeline another name, with all that it has.
 

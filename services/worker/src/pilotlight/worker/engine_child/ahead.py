@@ -40,6 +40,10 @@ WARM_UP_AFTER_S = 1.0
 """An engine that has come up and gets no model meanwhile warms up by itself. Before that a request
 may have waited for it, and its model is on the way."""
 
+IDLE_S = 0.05
+"""An engine that has had nothing to do for so long does something for later: longer than the
+pauses of one client that asks for one answer after the other."""
+
 
 class _Later(ModuleType):
     """Stands where a module will be, and is that as soon as something of it is asked for."""
@@ -170,3 +174,46 @@ class WarmUp:
         if work is not None and not work(interrupted):
             self._work = work
             self.wait()
+
+
+class IdleWork:
+    """What an engine does for later, piece by piece, while it has nothing to do; what comes
+    meanwhile waits for one piece, which takes some tens of milliseconds.
+    """
+
+    def __init__(self, clock: Clock, work: Callable[[], bool], after_s: float = IDLE_S) -> None:
+        """Nothing is due yet.
+
+        Args:
+            clock: for when it is.
+            work: does a piece; whether there may be more.
+            after_s: from when there is nothing to do.
+        """
+        self._clock, self._work, self._after_s = clock, work, after_s
+        self._due_s: float | None = None
+        self._is_over = False
+
+    def look(self, *, idle: bool) -> None:
+        """Whether the engine has nothing to do. When it had something, there may be more of this,
+        too.
+        """
+        if not idle:
+            self._due_s, self._is_over = None, False
+        elif self._due_s is None:
+            self._due_s = self._clock.monotonic_s() + self._after_s
+
+    def before(self, due_s: float | None) -> float | None:
+        """When something is due, by this or by what is due at ``due_s``; None: nothing is."""
+        own_s = None if self._is_over else self._due_s
+        return min((one for one in (own_s, due_s) if one is not None), default=None)
+
+    @property
+    def due(self) -> bool:
+        """A piece is to be done now."""
+        if self._due_s is None or self._is_over:
+            return False
+        return self._clock.monotonic_s() >= self._due_s
+
+    def run(self) -> None:
+        """Does it."""
+        self._is_over = not self._work()

@@ -12,7 +12,7 @@ import structlog
 
 from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.envelope import Timed
-from pilotlight.common.errors import RestoreFailed, error_of
+from pilotlight.common.errors import error_of
 from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.engine import (
@@ -35,7 +35,6 @@ from pilotlight.common.messages.engine import (
 )
 from pilotlight.common.messages.pipelines import CallOffExtend
 from pilotlight.common.phases import PhaseRecorder
-from pilotlight.engine.faults import context_lost
 from pilotlight.engine.results import StepResult
 from pilotlight.engine.watching import listen
 from pilotlight.policy.fairness import NO_TENANT, FairShare
@@ -43,7 +42,7 @@ from pilotlight.policy.hang import Doing
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
-from pilotlight.worker.engine_child.ahead import WarmUp
+from pilotlight.worker.engine_child.ahead import IdleWork, WarmUp
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
@@ -52,7 +51,7 @@ from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
 from pilotlight.worker.engine_child.prefills import Prefills
 from pilotlight.worker.engine_child.slate import Slate, mark_of
 from pilotlight.worker.engine_child.stages import LoadingEngine, StageLoads, pause_blocking
-from pilotlight.worker.engine_child.told import end_of, told_of
+from pilotlight.worker.engine_child.told import end_of, raise_if_lost, told_of
 
 if TYPE_CHECKING:
     from pilotlight.engine.kv_pieces import KvPiece
@@ -92,6 +91,7 @@ class StepEngine(LoadingEngine, PipelineEngine, SharingEngine, Protocol):
         promise: Promise | None = None,
     ) -> None: ...
     def abort(self, request_id: RequestId, attempt: int) -> None: ...
+    def prepare(self) -> bool: ...
     def step(self) -> StepResult: ...
 
 
@@ -113,6 +113,7 @@ class ChildLoop:
         warm_up: WarmUp | None = None,
     ) -> None:
         self._warm_up = warm_up or WarmUp(clock)
+        self._for_later = IdleWork(clock, engine.prepare)
         self._connection = connection
         self._engine = engine
         self._clock = clock
@@ -152,6 +153,7 @@ class ChildLoop:
             places = bool(self._parts) and not self._copying
             busy = places or self._engine.has_work
             idle = not (busy or self._loads.any)
+            self._for_later.look(idle=idle)
             pins = idle and self._pins is not None and self._pins.waiting
             proof = idle and self._loads.restoring.due
             wait_s = self._engine.rest_s if busy else self._idle_s()
@@ -164,6 +166,9 @@ class ChildLoop:
                 self._pins.pin_one()
             if proof and not self._received:
                 self._loads.restoring.prove_one(self._engine)
+            if self._for_later.due and not self._received:
+                self._slate.write(Doing.COMPILING)
+                self._for_later.run()
             self._pipelines.join()
             self._share_kv()
             self._tell()
@@ -177,7 +182,7 @@ class ChildLoop:
     def _idle_s(self) -> float | None:
         if self._copying and self._parts:
             return COPYING_S
-        due_s = self._warm_up.before(self._engine.due_s)
+        due_s = self._for_later.before(self._warm_up.before(self._engine.due_s))
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
@@ -235,7 +240,7 @@ class ChildLoop:
             parts = () if self._engine.has_work else (self._inbox,)
             room = self._loads.begin(command, sent_s, *parts)
         except Exception as error:  # noqa: BLE001 - a stage that cannot be loaded must not take the others with it
-            _raise_if_lost(error)
+            raise_if_lost(error)
             self._fail(command.instance_id, error)
             return
         self._prefills.begin(command.instance_id)
@@ -251,7 +256,7 @@ class ChildLoop:
         try:
             loaded = self._loads.place(command, ready_s, self._parts[0][0] if self._parts else None)
         except Exception as error:  # noqa: BLE001 - as above
-            _raise_if_lost(error)
+            raise_if_lost(error)
             self._loads.drop(command.instance_id)
             # The engine gives a growth up by itself, where the stage can serve its old range on.
             if grows and self._engine.kv_capacity_tokens(command.instance_id):
@@ -330,7 +335,7 @@ class ChildLoop:
                 pieces=pieces,
             )
         except Exception as error:  # noqa: BLE001 - what one request does to the engine's door must not end the others
-            _raise_if_lost(error)
+            raise_if_lost(error)
             if pieces:  # There may be room for it later, and what does not fit is computed.
                 self._add(command, sent_s)
             else:
@@ -392,9 +397,3 @@ def last_words(connection: socket.socket, error: Exception) -> None:
     # A parent that reads nothing must not keep it.
     connection.settimeout(LAST_WORDS_S)
     connection.sendall(frame(Timed(EngineFault(code=code, message=message))))
-
-
-def _raise_if_lost(error: Exception) -> None:
-    """Raise an error after which the process can do nothing more, or is not to be trusted."""
-    if context_lost(error) or getattr(error, "code", "") == RestoreFailed.code:
-        raise error

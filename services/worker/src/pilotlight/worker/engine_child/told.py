@@ -1,9 +1,10 @@
 """What the engine child says of errors, and of requests that it did not take."""
 
 from pilotlight.common.errors import EngineFailed as EngineFailedError
-from pilotlight.common.errors import PilotlightError
+from pilotlight.common.errors import PilotlightError, RestoreFailed
 from pilotlight.common.messages.engine import Produced, Run
 from pilotlight.engine.errors import EngineError
+from pilotlight.engine.faults import context_lost
 from pilotlight.policy.request import FinishReason
 
 
@@ -33,3 +34,9 @@ def end_of(command: Run, finish: FinishReason, code: str = "", message: str = ""
         code=code,
         message=message,
     )
+
+
+def raise_if_lost(error: Exception) -> None:
+    """Raise an error after which the process can do nothing more, or is not to be trusted."""
+    if context_lost(error) or getattr(error, "code", "") == RestoreFailed.code:
+        raise error
