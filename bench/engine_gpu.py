@@ -7,7 +7,8 @@ stay on the device, with as much KV; they take turns, and the engine that goes f
 For each shape: decode milliseconds a step at batch 1, 8 and 64 behind prompts of 161 tokens (the
 time of more tokens less that of few, by their number); output tokens a second for 128 requests of
 161 tokens in and 128 out, and for a sample of a trace of conversations
-(``data/azure_conv_2023_sample.csv``), all offered at once; time to the first token at 161, 2,048
+(``data/azure_conv_2023_sample.csv``), all offered at once; ours alone with 64 and 128 requests at a
+time, three turns of them, as ``served_gpu.py`` asks servers; time to the first token at 161, 2,048
 and 8,192 prompt tokens; the most memory that each had of the device's. Prompts are random and all
 different, prefixes are not cached, output is greedy, nothing stops early.
 
@@ -43,6 +44,8 @@ from engine_gpu_said import Said, compared, judged_logits, said
 
 HERE = Path(__file__).resolve().parent
 PROMPT_TOKENS, BATCHES, PROMPTS = 161, (1, 8, 64), (161, 2_048, 8_192)
+IN_TURN, TURNS, IN_TURN_TOKENS = (64, 128), 3, 128
+"""Requests at a time, and how often another follows, as ``bench/served_gpu.py`` asks servers."""
 FEW, STEPS = 8, 96
 TTFT_TIMES = 5
 FLOOR = 0.9
@@ -69,6 +72,8 @@ class Row:
     """Of both engines once."""
     measure: Callable[[Child, int], list[float]]
     """By a seed that no other turn of this engine has had."""
+    alone: bool = False
+    """Of our engine only."""
 
 
 class Clock:
@@ -116,6 +121,12 @@ def tokens_per_s(prompts: list[int], outputs: list[int]) -> Callable[[Child, int
     return lambda engine, seed: [sum(outputs) / engine.generate(seed, prompts, outputs)]
 
 
+def in_turn(at_once: int) -> Callable[[Child, int], list[float]]:
+    """The same where so many run at a time, and each that ends is followed by another."""
+    prompts, outputs = ([tokens] * (at_once * TURNS) for tokens in (PROMPT_TOKENS, IN_TURN_TOKENS))
+    return lambda engine, seed: [sum(outputs) / engine.generate(seed, prompts, outputs, at_once)]
+
+
 def ttft_ms(prompt_tokens: int) -> Callable[[Child, int], list[float]]:
     """Milliseconds from the call to the first token, of one request alone."""
     return lambda engine, seed: [
@@ -149,6 +160,17 @@ def rows(shape: str) -> list[Row]:
             True,
             3 * slower,
             tokens_per_s([PROMPT_TOKENS] * 128, [128] * 128),
+        ),
+        *(
+            Row(
+                f"{at_once} requests in turn",
+                "tokens/s",
+                True,
+                (1.5 + at_once / 64) * slower,
+                in_turn(at_once),
+                alone=True,
+            )
+            for at_once in IN_TURN
         ),
         Row(
             "AzureConv, 128 requests at once",
@@ -245,7 +267,8 @@ def measure(
     with started(shape, arguments, clock, memory) as engines:
         found["engines"] = {name: engine.about for name, engine in engines.items()}
         figures: dict[str, dict[str, list[float]]] = {
-            row.name: {name: [] for name in engines} for row in planned
+            row.name: {name: [] for name in engines if name == "ours" or not row.alone}
+            for row in planned
         }
         for turn in range(-1, arguments.rounds):
             order = list(engines.items())[:: 1 if turn % 2 else -1]
@@ -256,6 +279,8 @@ def measure(
                     )
                     continue
                 for name, engine in order:
+                    if name not in figures[row.name]:
+                        continue
                     seed = next(seeds)
                     with memory.of(name):
                         measured = row.measure(engine, seed)
@@ -337,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["4B", "8B"])
     parser.add_argument("--rows", default="", help="parts of their names, with commas between")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=230.0, help="of each shape")
+    parser.add_argument("--limit-s", type=float, default=260.0, help="of each shape")
     parser.add_argument(
         "--folder",
         help="where the weights are written; by default memory, if they fit, else where temporary files go",

@@ -80,8 +80,9 @@ def weights_bytes(shape: str) -> int:
     return hidden * (4 * VOCAB_SIZE + (1 if shape in QUANTIZED else 2) * layers)
 
 
-Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
-"""Prompts and how many tokens each is to be given -> those tokens, greedy, to the end of the last.
+Generate = Callable[[list[list[int]], list[int], int | None], list[list[int]]]
+"""Prompts, how many tokens each is to be given, and how many requests there are at a time (None:
+all) -> those tokens, greedy, to the end of the last.
 """
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -144,7 +145,7 @@ def serve(
 def _generate(ask: dict[str, Any], generate: Generate) -> dict[str, Any]:
     prompts, wanted = prompts_of(ask["seed"], ask["prompt_tokens"]), ask["output_tokens"]
     began_s = time.perf_counter()
-    outputs = generate(prompts, wanted)
+    outputs = generate(prompts, wanted, ask["at_once"])
     took_s = time.perf_counter() - began_s
     if [len(each) for each in outputs] != wanted:
         raise SystemExit(f"asked for {wanted} tokens, got {[len(each) for each in outputs]}")

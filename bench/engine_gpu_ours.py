@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,19 @@ class Bench:
             produced += self.engine.step().produced
         return produced
 
-    def generate(self, prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], wanted: list[int], at_once: int | None = None
+    ) -> list[list[int]]:
         """See ``engine_gpu_job.Generate``."""
-        outputs: dict[str, list[int]] = {
-            self.add(prompt, count): [] for prompt, count in zip(prompts, wanted, strict=True)
-        }
-        for one in self.finish():
-            outputs[one.request_id] += one.token_ids
+        outputs: dict[str, list[int]] = {}
+        left = zip(prompts, wanted, strict=True)
+        for prompt, count in islice(left, at_once):
+            outputs[self.add(prompt, count)] = []
+        while self.engine.has_work:
+            for one in self.engine.step().produced:
+                outputs[one.request_id] += one.token_ids
+                if one.finish is not None and (following := next(left, None)) is not None:
+                    outputs[self.add(*following)] = []
         return list(outputs.values())
 
     def likeliest(self, ask: dict[str, Any]) -> dict[str, Any]:

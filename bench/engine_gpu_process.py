@@ -68,10 +68,16 @@ class Child:
             self._process.stdin.flush()
         return self._next(self._answer_s)
 
-    def generate(self, seed: int, prompt_tokens: list[int], output_tokens: list[int]) -> float:
-        """Seconds from the first request's start to the last one's end."""
+    def generate(
+        self,
+        seed: int,
+        prompt_tokens: list[int],
+        output_tokens: list[int],
+        at_once: int | None = None,
+    ) -> float:
+        """Seconds from the first request's start to the last one's end; see ``Generate``."""
         asked = {"seed": seed, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-        return float(self.ask(do="generate", **asked)["seconds"])
+        return float(self.ask(do="generate", at_once=at_once, **asked)["seconds"])
 
     def __enter__(self) -> "Child":
         return self

@@ -38,7 +38,9 @@ def main() -> None:
         max_logprobs=-1,
     )
 
-    def generate(prompts: list[list[int]], wanted: list[int]) -> list[list[int]]:
+    def generate(
+        prompts: list[list[int]], wanted: list[int], _: int | None = None
+    ) -> list[list[int]]:
         sampling = [
             vllm.SamplingParams(
                 temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False

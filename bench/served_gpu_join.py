@@ -27,6 +27,8 @@ AT_ONCE = (
     "itl_ms_p50",
     "itl_ms_p99",
 )
+LOGPROBS = "logprobs"
+"""What a row's name ends with where they are asked for."""
 ARRIVING = ("goodput_per_s", *AT_ONCE)
 WARM_FLOOR = 1.0
 COLD_FLOOR = {"4B": 50.0, "8B": 30.0}
@@ -57,6 +59,8 @@ def judged(metric: str, row: str) -> bool:
 
     At a given rate, how many tokens a second come is what is asked for; goodput is what counts.
     """
+    if row.endswith(LOGPROBS):
+        return False
     return metric == "goodput_per_s" if row.startswith("AzureConv") else True
 
 

@@ -46,8 +46,10 @@ class Target:
         """With every request."""
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
-        """A greedy completion of exactly so many tokens, streamed."""
+    def body(self, prompt: str, output_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+        """A greedy completion of exactly so many tokens, streamed; with as many of the likeliest
+        tokens for each, where they are asked for.
+        """
         return {
             "model": self.model,
             "prompt": prompt,
@@ -56,6 +58,7 @@ class Target:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({} if logprobs is None else {"logprobs": logprobs}),
         }
 
 
@@ -72,6 +75,8 @@ class Load:
     """Requests at a time; with arrivals: connections that are open at the beginning."""
     at_s: Sequence[float] | None = None
     """Arrivals; None: the next as soon as one has ended."""
+    logprobs: int | None = None
+    """Likeliest tokens that are told with each."""
 
     @property
     def processes(self) -> int:
@@ -164,7 +169,7 @@ def ask(target: Target, load: Load) -> tuple[list[Answer], list[str]]:
                 "port": target.port,
                 "path": "/v1/completions",
                 "headers": target.headers,
-                "bodies": [target.body(prompt, tokens) for prompt, tokens in pairs],
+                "bodies": [target.body(prompt, tokens, load.logprobs) for prompt, tokens in pairs],
                 "at_s": None if load.at_s is None else list(load.at_s[mine]),
                 "connections": len(range(number, load.concurrency, count)),
                 "deadline_s": REQUEST_S,

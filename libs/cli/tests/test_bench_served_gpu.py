@@ -236,7 +236,7 @@ def test_a_part_ends_before_its_limit():
             "weights, start and cold starts take the rest"
         )
         named = [row.name for row in planned if row.name]
-        assert len(named) == 3 * 4 + 3 * 3
+        assert len(named) == 3 * 4 + 3 * 3 + 3
 
 
 def test_each_token_of_the_tokenizer_is_read_as_itself(tmp_path):
