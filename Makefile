@@ -240,9 +240,9 @@ soak-served:  ## the whole system at 80 % of what it can, for 30 minutes: no err
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
 	@$(or $(PYTHON),$(PY)) bench/soak_served.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(SHARE),--share $(SHARE)) $(if $(SHAPE),--shape $(SHAPE)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(if $(LIMIT_S),--limit-s $(LIMIT_S))
 
-bench-overload:  ## a gateway that is asked for twice what it can do, then for 80 % of it: answers, refusals, p50 and p99, processor and memory, as JSON: DURATION_S=, TIMES=, SHARE=, OUT=; PYTHON= as above
+bench-overload:  ## a gateway that is asked for twice what it can do, then for 80 % of it: answers, refusals, p50 and p99, processor and memory, as JSON: DURATION_S=, TIMES=, SHARE=, STEP_MS=, OUT=; PYTHON= as above
 	@$(if $(PYTHON),,tools/bootstrap.sh runtime)
-	@$(or $(PYTHON),$(PY)) bench/overload.py $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(TIMES),--times $(TIMES)) $(if $(SHARE),--share $(SHARE)) $(if $(OUT),--out "$(OUT)")
+	@$(or $(PYTHON),$(PY)) bench/overload.py $(if $(STEP_MS),--step-ms $(STEP_MS)) $(if $(DURATION_S),--duration-s $(DURATION_S)) $(if $(TIMES),--times $(TIMES)) $(if $(SHARE),--share $(SHARE)) $(if $(OUT),--out "$(OUT)")
 
 lock:  ## compile constraints.txt anew from the members' requirements
 	@tools/bootstrap.sh dev

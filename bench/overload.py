@@ -1,6 +1,7 @@
 """What becomes of a gateway that is asked for more than it can do: ``make bench-overload``.
 
-DURATION_S= for how long (15 s), TIMES= for another load (2), SHARE= for what follows (0.8).
+DURATION_S= for how long (15 s), TIMES= for another load (2), SHARE= for what follows (0.8); STEP_MS=
+for an engine whose steps take so long: a worker's places are then what there is too little of.
 
 Everything is real but the engine, which takes no time, as in ``bench/soak_served.py``: it measures
 what the system can do with streams of 32 tokens, all it is asked for, for a while. Then streams are
@@ -36,16 +37,18 @@ WINDOWS = 3
 """Of the overload, and of what follows."""
 REST_S = 10.0
 TIMES, SHARE, LEAST = 2.0, 0.8, 0.7
+PLACES = 256
+"""Of a worker: so many are asked for at a time, where its engine takes time."""
 GATEWAY = "gateway"
 
 
 def overloaded(
-    server: servers.Server, rates_per_s: Sequence[float], duration_s: float
+    server: servers.Server, rates_per_s: Sequence[float], duration_s: float, at_once: int
 ) -> list[Window]:
     """A window for each rate, ``duration_s`` in all."""
     found: list[Window] = []
     job = {
-        "concurrency": AT_ONCE,
+        "concurrency": at_once,
         "warm_s": WARM_S,
         "duration_s": duration_s,
         # Until the first window: what it holds without a line.
@@ -141,18 +144,21 @@ def main() -> int:
     parser.add_argument("--times", type=float, default=TIMES, help="what it can, under overload")
     parser.add_argument("--share", type=float, default=SHARE, help="of what it can, behind that")
     parser.add_argument("--least", type=float, default=LEAST, help="of what it can, answered")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="of the engine")
     parser.add_argument("--rest-s", type=float, default=REST_S)
     parser.add_argument("--out", type=Path, help="a file as bench/results keeps it")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pilotlight-overload-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        with servers.ours(Path(folder) / "run") as up:
+        variables = {"PILOTLIGHT_SIM_DECODE_STEP_S": str(asked.step_ms / 1000)}
+        at_once = PLACES if asked.step_ms else AT_ONCE
+        with servers.ours(Path(folder) / "run", variables=variables) as up:
             servers.await_chat(up, FIRST_ANSWER_S)
-            can_per_s = saturation_per_s(up, AT_ONCE)
+            can_per_s = saturation_per_s(up, at_once)
             before = memory_bytes(up.pid)
             rates = [asked.times * can_per_s] * WINDOWS + [asked.share * can_per_s] * WINDOWS
-            windows = overloaded(up, rates, 2 * asked.duration_s)
+            windows = overloaded(up, rates, 2 * asked.duration_s, at_once)
             time.sleep(asked.rest_s)
             after = memory_bytes(up.pid)
     document: dict[str, Any] = {

@@ -9,6 +9,7 @@ import pytest
 
 from pilotlight.common.clock import ManualClock, moment_of
 from pilotlight.common.envelope import Timed
+from pilotlight.common.errors import WorkerLost
 from pilotlight.common.messages.reports import WorkerReport
 from pilotlight.gateway.serving.fleet import Fleet
 from pilotlight.gateway.serving.route import MAX_UNCONFIRMED, Router, expected_wait_s
@@ -54,6 +55,10 @@ class View:
     async def up(self, name, **facts):
         await self.instance(name)
         await self.report(name, **facts)
+
+    def shown(self, name):
+        """An instance, while it is shown."""
+        return next(one.instance for one in self.fleet.instances() if one.instance.lead == name)
 
     def picked(self, needed_tokens=10):
         seen = self.router.pick(MODEL.name, needed_tokens)
@@ -225,8 +230,8 @@ async def test_least_expected_wait():
     assert view.picked() == "w1"
     # What was sent and is not in a report yet counts.
     for _ in range(5):
-        view.router.sent("inst-w1")
-        view.router.answered("inst-w1", accepted=True)
+        view.router.sent(view.shown("w1"))
+        view.router.answered(view.shown("w1"), accepted=True)
     assert view.picked() == "w0"
     view.clock.advance(0.6)
     assert view.picked() == "w1"
@@ -289,11 +294,12 @@ async def test_an_open_instance_is_taken_where_none_is_ready():
 async def test_nothing_is_remembered_of_instances_that_are_gone():
     view = View("w0")
     await view.up("w0")
-    view.router.sent("inst-w0")
+    instance = view.shown("w0")
+    view.router.sent(instance)
     view.router.avoid("inst-w0", 0.5)
     await view.fleet._on_instance("inst-w0", None)
     assert len(view.router) == 1, "its answer is still to come"
-    view.router.answered("inst-w0", accepted=False)
+    view.router.answered(instance, accepted=False)
     view.router.avoid("inst-w0", 0.5)
     assert len(view.router) == 0
 
@@ -315,11 +321,28 @@ async def test_what_is_not_usable_is_left_out():
     view.clock.advance(0.5)
     assert view.picked() == "w0"
     for _ in range(MAX_UNCONFIRMED):
-        view.router.sent("inst-w0")
+        view.router.sent(view.shown("w0"))
     assert view.picked() is None
-    view.router.answered("inst-w0", accepted=False)
+    view.router.answered(view.shown("w0"), accepted=False)
     assert view.picked() == "w0"
     await view.fleet._on_instance("inst-w0", None)
+
+
+async def test_a_full_worker_is_left_alone_until_a_request_of_it_ends():
+    view = View("w0", "w1")
+    await view.up("w0")
+    await view.up("w1", queue_requests=9)
+    view.router.full.refused("w0", 1.0)
+    assert view.picked() == "w1"
+    view.router.full.freed("w0")
+    assert view.picked() == "w0"
+    view.router.sent(view.shown("w0"))
+    assert view.picked() == "w1"
+    view.router.unused(view.shown("w0"))
+    assert view.picked() == "w0"
+    for one in view.fleet._lost:
+        one("w0", WorkerLost("gone"))
+    assert len(view.router.full) == 0
 
 
 async def test_callbacks_name_the_model():

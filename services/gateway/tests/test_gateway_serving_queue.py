@@ -62,15 +62,15 @@ class Slots:
     def is_ready(self, instance_id):
         return self.ready
 
-    def sent(self, instance_id):
-        if instance_id == "inst-1":
+    def sent(self, instance):
+        if instance.instance_id == "inst-1":
             self.loading -= 1
         else:
             self.free -= 1
 
-    def answered(self, instance_id, *, accepted):
+    def unused(self, instance):
         self.free += 1
-        self.answered_unused += not accepted
+        self.answered_unused += 1
 
 
 def held(slots=None, **bounds):

@@ -156,7 +156,7 @@ class Gateway:
             life.taken = True
         elif life.taken and not life.accepted and what != "leave":
             life.accepted = what != "refused"
-            self.router.answered(place.assigned.instance.instance_id, accepted=life.accepted)
+            self.router.answered(place.assigned.instance, accepted=life.accepted)
             self.queue.pump(MODEL.name)
             if not life.accepted:
                 self.end(life, again=True)
@@ -239,7 +239,7 @@ def test_the_books_are_right_after_each_move(moves):
     for life in list(gateway.lives):
         assert life.place.assigned is not None or life.place.error is not None
         if life.taken and not life.accepted:
-            gateway.router.answered(life.place.assigned.instance.instance_id, accepted=False)
+            gateway.router.answered(life.place.assigned.instance, accepted=False)
         if life.taken:
             gateway.queue.attempted(life.place)
         else:

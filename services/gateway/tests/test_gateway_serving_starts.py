@@ -40,7 +40,7 @@ class Warmth:
     def is_ready(self, instance_id):
         return False
 
-    def sent(self, instance_id):
+    def sent(self, instance):
         self.free = False
 
     def handed(self, instance_id, tokens):

@@ -121,6 +121,7 @@ def build_serving(context: Context[GatewaySettings], decisions: Decisions) -> Se
     per_model = settings.max_held_per_model
     bounds = QueueBounds(total_requests=settings.max_held, model_requests=per_model)
     queue = PendingQueue(router, clock, bounds)
+    router.full.on_room = queue.pump
     fleet.on_change(queue.pump)
     fleet.on_source_changed(queue.refuse)
     relay = Relay(bus, clock, background, fleet, gateway_id)

@@ -208,7 +208,7 @@ class PendingQueue:
             self.on_change()
         if unused is not None:
             self.attempted(place)
-            self._router.answered(unused.instance.instance_id, accepted=False)
+            self._router.unused(unused.instance)
             self.pump(place.ticket.model)
 
     def attempted(self, place: Place) -> None:
@@ -283,9 +283,7 @@ class PendingQueue:
         its instance.
         """
         line = self._lines.get(place.ticket.model)
-        if place.assigned is not None:
-            return 0
-        return line.ahead(place) if line is not None else 0
+        return line.ahead(place) if line is not None and place.assigned is None else 0
 
     def demand(self) -> tuple[Demand, ...]:
         """Everything that waits, here or for an instance that loads, with ages as of now.
@@ -373,7 +371,7 @@ class PendingQueue:
 
     def _assign(self, place: Place, route: Route) -> None:
         instance_id = route.instance.instance_id
-        self._router.sent(instance_id)
+        self._router.sent(route.instance)
         place.ticket.siblings.instance_id = instance_id
         place.assigned_s = self._clock.monotonic_s()
         place.settle(route, None)

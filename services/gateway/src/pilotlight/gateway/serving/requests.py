@@ -22,6 +22,7 @@ from pilotlight.common.errors import (
     NoRoom,
     NotLoaded,
     PilotlightError,
+    QueueFull,
     WorkerLost,
     error_of,
 )
@@ -245,7 +246,9 @@ class _Life:
         finally:
             self.device_s += attempt.log.device_s
             relay.close(attempt, ended=not again)
-            self._ran_at = instance.instance_id if attempt.accepted else self._ran_at
+            if attempt.accepted:
+                self._ran_at = instance.instance_id
+                self._parts.router.full.freed(route.instance.lead)
             self._parts.queue.attempted(place)
         return enough
 
@@ -271,7 +274,6 @@ class _Life:
 
     async def _submit(self, attempt: Attempt, route: Route) -> None:
         """Hand it to the worker; returns when it is accepted."""
-        instance_id = route.instance.instance_id
         accepted = False
         try:
             with span("submit", worker_id=route.instance.lead, attempt=attempt.number):
@@ -292,7 +294,7 @@ class _Life:
             accepted = True
             self._accepted_s = self._clock.monotonic_s()
         finally:
-            self._parts.router.answered(instance_id, accepted=accepted)
+            self._parts.router.answered(route.instance, accepted=accepted)
             self._parts.queue.pump(self._request.model.name)
 
     def _message(self, attempt: Attempt, instance: Instance) -> Submit:
@@ -350,7 +352,10 @@ class _Life:
         if isinstance(error, NotLoaded) or not (
             attempt.accepted or isinstance(error, InternalError)
         ):  # 2
-            self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
+            if isinstance(error, QueueFull):
+                self._parts.router.full.refused(route.instance.lead, error.retry_after_s)
+            else:
+                self._avoid(instance_id, error.retry_after_s or AVOID_REFUSED_S)
             log.info(
                 "submit refused",
                 action="submit_refused",
@@ -382,8 +387,6 @@ class _Life:
     def _avoid(self, instance_id: InstanceId, for_s: float) -> None:
         self._parts.router.avoid(instance_id, for_s)
         self._parts.queue.pump_later(self._request.model.name, for_s)
-
-    # The first token.
 
     def _first_token(self, attempt: Attempt, place: Place) -> None:
         """Tell the scheduler of the end of a cold start."""

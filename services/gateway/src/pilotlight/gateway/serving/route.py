@@ -5,7 +5,7 @@ A request's way is a ``Route``: the instance that computes its prompt, and the o
 it. Both are the same, since instances that do one of the two alone are given nothing yet.
 
 ``Router`` adds to the view what only this gateway knows: submits that are under way or not yet
-reported, and instances that have just refused one. A read of the view is advice; the worker's
+reported, workers that are full, and instances that have just refused one otherwise. A read of the view is advice; the worker's
 answer to the submit decides.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock
 from pilotlight.gateway.serving.fleet import Fleet, Seen
+from pilotlight.gateway.serving.full_workers import FullWorkers
 from pilotlight.policy.cluster import HeldState, Liveness, WorkerFacts
 from pilotlight.policy.ids import InstanceId, ModelName
 from pilotlight.policy.plan import Instance, InstanceRole
@@ -89,7 +90,9 @@ class Router:
         self._fleet = fleet
         self._clock = clock
         self._loads: dict[InstanceId, _Load] = {}
+        self.full = FullWorkers(clock)
         fleet.on_gone(self._forget)
+        fleet.on_lost(lambda worker_id, _: self.full.forget(worker_id))
 
     def __len__(self) -> int:
         """Instances of which something is remembered."""
@@ -156,23 +159,31 @@ class Router:
                 best = candidate
         return Route(best[2], best[2]) if best is not None else None
 
-    def sent(self, instance_id: InstanceId) -> None:
+    def sent(self, instance: Instance) -> None:
         """A submit is under way."""
-        load = self._loads.get(instance_id)
+        load = self._loads.get(instance.instance_id)
         if load is None:
-            load = self._loads[instance_id] = _Load()
+            load = self._loads[instance.instance_id] = _Load()
         load.unconfirmed += 1
+        self.full.sent(instance.lead)
 
-    def answered(self, instance_id: InstanceId, *, accepted: bool) -> None:
+    def answered(self, instance: Instance, *, accepted: bool) -> None:
         """A submit is no longer under way."""
+        instance_id = instance.instance_id
         load = self._loads.get(instance_id)
         if load is None:
             load = self._loads[instance_id] = _Load()
         load.unconfirmed -= 1
         if accepted:
             load.accepted_at_s.append(self._clock.monotonic_s())
+            self.full.accepted(instance.lead)
         if not self._fleet.knows(instance_id):
             self._forget(instance_id)
+
+    def unused(self, instance: Instance) -> None:
+        """A submit that was to be under way is not made."""
+        self.answered(instance, accepted=False)
+        self.full.freed(instance.lead)
 
     def avoid(self, instance_id: InstanceId, for_s: float) -> None:
         """Send an instance nothing for a while."""
@@ -200,6 +211,8 @@ class Router:
         load = self._loads.get(instance_id) or _Load()
         now_s = self._clock.monotonic_s()
         if load.unconfirmed >= MAX_UNCONFIRMED or now_s < load.avoid_until_s:
+            return None
+        if not self.full.may_take(instance.lead, instance.model):
             return None
         accepted_at_s = load.accepted_at_s
         while accepted_at_s and now_s - accepted_at_s[0] >= UNREPORTED_FOR_S:
