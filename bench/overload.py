@@ -38,7 +38,8 @@ WINDOWS = 3
 REST_S = 10.0
 TIMES, SHARE, LEAST = 2.0, 0.8, 0.7
 PLACES = 256
-"""Of a worker: so many are asked for at a time, where its engine takes time."""
+"""Of a worker, and of its engine's steps: so many are asked for at a time, where those take time.
+"""
 GATEWAY = "gateway"
 
 
@@ -151,7 +152,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pilotlight-overload-") as folder:
         # PostgreSQL runs as another user when we are root, and passes through.
         Path(folder).chmod(0o711)
-        variables = {"PILOTLIGHT_SIM_DECODE_STEP_S": str(asked.step_ms / 1000)}
+        variables = {
+            "PILOTLIGHT_SIM_DECODE_STEP_S": str(asked.step_ms / 1000),
+            "PILOTLIGHT_SIM_REQUESTS_PER_STEP": str(PLACES),
+        }
         at_once = PLACES if asked.step_ms else AT_ONCE
         with servers.ours(Path(folder) / "run", variables=variables) as up:
             servers.await_chat(up, FIRST_ANSWER_S)

@@ -238,7 +238,7 @@ class _Builder:
             prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
             decode_step_s=settings.sim_decode_step_s,
         )
-        return SimEngine(speed, self._context.clock, self._faults)
+        return SimEngine(speed, self._context.clock, self._faults, settings.sim_requests_per_step)
 
     def _native(self, worker_id: WorkerId) -> tuple[ProcessEngine, DeviceWatch | None]:
         """The engine of a device that computes, and the watch over that."""

@@ -152,6 +152,9 @@ class WorkerSettings(ServiceSettings):
     sim_decode_step_s: float = Field(
         0.005, ge=0, description="Simulated worker: seconds that a step takes."
     )
+    sim_requests_per_step: int = Field(
+        64, ge=1, description="Simulated worker: requests that advance in one step; others wait."
+    )
 
     @property
     def with_ranges(self) -> bool:

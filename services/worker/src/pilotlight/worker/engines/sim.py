@@ -58,7 +58,7 @@ from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.sim_request import SimRequest
 from pilotlight.worker.engines.sim_requests import SimRequests
 from pilotlight.worker.engines.sim_stage import SimStage
-from pilotlight.worker.engines.sim_steps import MAX_BATCH, NO_TIME_S, SimSteps
+from pilotlight.worker.engines.sim_steps import AT_ONCE, NO_TIME_S, SimSteps
 
 log = structlog.get_logger()
 
@@ -74,13 +74,20 @@ NO_GRAMMAR = (
 class SimEngine:
     """``EngineClient`` without a process and without computation."""
 
-    def __init__(self, speed: EngineSpeed, clock: Clock, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        speed: EngineSpeed,
+        clock: Clock,
+        faults: Faults | None = None,
+        at_once: int = AT_ONCE,
+    ) -> None:
         """Is not started yet.
 
         Args:
             speed: what it takes for its work, by the cost model.
             clock: for the times that it tells.
             faults: what a test injects.
+            at_once: requests that advance in one step.
         """
         self._speed = speed
         self._clock = clock
@@ -92,7 +99,7 @@ class SimEngine:
         self._requests = SimRequests(self._stages)
         self._wake = asyncio.Event()
         self._turning: asyncio.Task[None] | None = None
-        self._steps = SimSteps(self._requests, self._events, clock)
+        self._steps = SimSteps(self._requests, self._events, clock, at_once)
 
     @property
     def alive(self) -> bool:
@@ -339,7 +346,7 @@ class SimEngine:
         requests = self._requests
         start_s = self._clock.monotonic_s()
         requests.expire(start_s)
-        batch = requests.batch(MAX_BATCH)
+        batch = requests.batch(self._steps.at_once)
         fresh = [request for _, request in batch if request.tokens is None]
         prompt_tokens = sum(
             [len(request.run.prompt_ids) + len(request.run.output_ids) for request in fresh]

@@ -9,8 +9,8 @@ from pilotlight.common.waiting import pause
 from pilotlight.worker.engines.event_queue import EventQueue
 from pilotlight.worker.engines.sim_requests import Batch, SimRequests
 
-MAX_BATCH = 64
-"""Requests that advance in one step; the others wait."""
+AT_ONCE = 64
+"""Requests that advance in one step, unless it is told otherwise; the others wait."""
 NO_TIME_S = 1e-6
 """A step that takes less takes no time."""
 TOKENS_AT_ONCE = 64
@@ -24,7 +24,10 @@ class SimSteps:
     own, one that is so fast has said much when it is heard next.
     """
 
-    def __init__(self, requests: SimRequests, events: EventQueue, clock: Clock) -> None:
+    def __init__(
+        self, requests: SimRequests, events: EventQueue, clock: Clock, at_once: int = AT_ONCE
+    ) -> None:
+        self.at_once = at_once
         self._requests = requests
         self._events = events
         self._clock = clock
@@ -53,7 +56,7 @@ class SimSteps:
         """
         requests = self._requests
         produced = requests.advance(batch)
-        waiting, used_tokens = requests.waiting(MAX_BATCH), requests.kv_used_tokens
+        waiting, used_tokens = requests.waiting(self.at_once), requests.kv_used_tokens
         return StepDone(
             produced=(*requests.take_ended(), *produced),
             waiting=waiting,
@@ -74,7 +77,7 @@ class SimSteps:
         start_s = self._clock.monotonic_s()
         room_tokens = TOKENS_AT_ONCE - self._tokens_at_once
         at_most = min(
-            requests.steps_that_fit(MAX_BATCH), -(-room_tokens // count), self._events.room
+            requests.steps_that_fit(self.at_once), -(-room_tokens // count), self._events.room
         )
         used_tokens, capacity_tokens = requests.kv_used_tokens, requests.kv_capacity_tokens
         steps = requests.advance_together(batch, at_most)
