@@ -127,8 +127,16 @@ def serve(
     about: dict[str, Any],
     generate: Generate,
     others: dict[str, Handler] | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> None:
     """Says that it is ready, then answers what it is asked until its input ends.
+
+    Args:
+        answers: where answers go.
+        about: the first of them.
+        generate: runs prompts, which is timed.
+        others: whatever else may be asked.
+        rest: what the engine does behind each ``generate`` while it has nothing to do; not timed.
 
     Raises:
         SystemExit: the engine gave another number of tokens than it was asked for.
@@ -137,7 +145,9 @@ def serve(
     for line in sys.stdin:
         ask = json.loads(line)
         if ask["do"] == "generate":
-            _say(answers, _generate(ask, generate))
+            answer = _generate(ask, generate)
+            rest()  # Before the answer: another engine on the device is asked next.
+            _say(answers, answer)
         else:
             _say(answers, (others or {})[ask["do"]](ask))
 

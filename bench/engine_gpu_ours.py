@@ -111,6 +111,11 @@ class Bench:
                     outputs[self.add(*following)] = []
         return list(outputs.values())
 
+    def rest(self) -> None:
+        """What a served engine does while it has nothing to do."""
+        while self.engine.prepare():
+            pass
+
     def likeliest(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Greedy tokens, and for each the most probable ones with the logarithms of their
         probabilities.
@@ -247,7 +252,7 @@ def main() -> None:
         "profile": bench.profile,
         "memory": bench.memory,
     }
-    job.serve(answers, about, bench.generate, others)
+    job.serve(answers, about, bench.generate, others, bench.rest)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from scripted_engine import Parent, ScriptedEngine, run
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.codec import frame
-from pilotlight.common.messages.engine import EngineUp, Shutdown, StageLoaded
-from pilotlight.policy.ids import InstanceId
+from pilotlight.common.messages.engine import Abort, EngineUp, Shutdown, StageLoaded
+from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.worker.engine_child import ahead
 from pilotlight.worker.engine_child.ahead import (
     IDLE_S,
@@ -240,6 +240,19 @@ def test_an_engine_prepares_while_it_has_nothing_to_do(scripted: ScriptedEngine)
     scripted.unprepared = ["a piece", "another"]
     parent = Parent(scripted)
     parent.until(EngineUp)
+    assert scripted.prepared.wait(JOIN_S)
+    parent.close()
+
+
+def test_an_engine_looks_again_behind_a_batch_that_begins_and_ends_at_once(
+    scripted: ScriptedEngine,
+) -> None:
+    scripted.unprepared = ["a piece"]
+    parent = Parent(scripted)
+    assert scripted.prepared.wait(JOIN_S)
+    scripted.prepared.clear()
+    scripted.unprepared = ["another, which is wanted since"]
+    parent.send(Abort(request_id=RequestId("r"), attempt=1))
     assert scripted.prepared.wait(JOIN_S)
     parent.close()
 

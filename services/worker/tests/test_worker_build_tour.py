@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from pilotlight.engine.cuda.graphs import SIZES, size_for
 from pilotlight.engine.cuda.prompts import LENGTHS
+from pilotlight.engine.cuda.whole_prompts import WHOLE_TOKENS
 from pilotlight.worker.build_tour import tour
 
-WHOLE_TOKENS, MANY_ROWS = 1537, 1024
-"""As ``engine.cuda.runner`` and ``kernels.prefill_attention`` have them, which cannot be imported
-without triton."""
+MANY_ROWS = 1024
+"""As ``kernels.prefill_attention`` has it, which cannot be imported without triton."""
 WHOLE = tour(32_768, 65_536)
 FP8_TOKENS = (16, 32, 64, 128, 192, 256)
 """What rows are made up to (``kernels.fp8``), as far as decode steps go."""

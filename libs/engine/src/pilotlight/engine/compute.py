@@ -83,8 +83,8 @@ class Compute:
     """See ``GraphSupplier.arriving``."""
     close: Callable[[], None] = _nothing
     """Gives back what it holds beside the stage's memory, before that goes."""
-    ahead: "Prepares | None" = None
-    """What can be done for later while nothing runs."""
+    ahead: "tuple[Prepares, ...]" = ()
+    """What can be done for later while nothing runs; what comes first is done first."""
 
 
 class GraphPlan(Protocol):
@@ -159,6 +159,9 @@ def compute_on(
         supplier.sampled()
         return tokens
 
+    # What an artifact brings comes by itself, and what is recorded is recorded in its order.
+    captures = (CaptureAhead(runner.steps_of(), graphs),) if plan is None else ()
+    lengths = (runner.whole_prompts,) if runner.whole_prompts is not None else ()
     return Compute(
         runner,
         sampler,
@@ -168,6 +171,5 @@ def compute_on(
         rehearsal,
         supplier.arriving,
         graphs.close,
-        # What an artifact brings comes by itself, and what is recorded is recorded in its order.
-        CaptureAhead(runner.steps_of(), graphs) if plan is None else None,
+        (*captures, *lengths),
     )

@@ -81,9 +81,9 @@ class HeldStages(dict[InstanceId, ResidentStage]):
             RuntimeError: see ``Prepares.one``.
         """
         for stage in self.values():
-            ahead = stage.compute.ahead
             quiet = stage.complete and stage.pipeline is None and not stage.in_flight
-            if ahead is not None and quiet and not ahead.is_over:
+            left = (one for one in stage.compute.ahead if quiet and not one.is_over)
+            if (ahead := next(left, None)) is not None:
                 ahead.one()
                 return True
         return False

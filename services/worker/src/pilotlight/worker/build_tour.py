@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 ALONE = (1, 12, 20, 40, 100, 180, 250, 380, 512, 700, 1200, 1800)
 """Tokens of prompts that run alone: padded to each length (``engine.cuda.prompts``), and beyond the
-longest; from 1,024 on attention has other tiles, and from 1,537 on it is another one."""
+longest; from 1,024 on attention has other tiles, and from 1,537 on it is cuDNN's once that has
+prepared for it."""
 TOGETHER = ((5, 3), (300, 200), (700, 600))
 """Tokens of prompts that are one batch."""
 BATCHES = (2, 24, 48, 100, 160, 250)

@@ -24,18 +24,21 @@ TRIALS = 2
 
 
 class Prepares(Protocol):
-    """What a stage can do for later. ``CaptureAhead`` captures."""
+    """What a stage can do for later. ``CaptureAhead`` captures; ``WholePrompts`` has cuDNN prepare
+    for lengths.
+    """
 
     @property
     def is_over(self) -> bool:
-        """There is nothing more to do."""
+        """There is nothing to do now."""
         ...
 
     def one(self) -> None:
         """Does some of it. The stage has all of its parameters, and runs nothing.
 
         Raises:
-            RuntimeError: the device says anything but that it has no memory.
+            RuntimeError: of a kind that the stage's steps would raise, too; never that there is no
+                memory.
         """
         ...
 

@@ -14,11 +14,9 @@ from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.cuda.attention_metadata import AttentionMetadata
+from pilotlight.engine.cuda.attention_metadata import AttentionMetadata, Place
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import (
     DecodeScratch,
@@ -35,6 +33,13 @@ from pilotlight.engine.cuda.projections import (
     gemv_of,
     projections_of,
 )
+from pilotlight.engine.cuda.whole_prompts import (
+    attend_ahead,
+    cudnn,
+    heads_of_zeros,
+    look_at_whole,
+    split_heads,
+)
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.parameters import Parameters
@@ -43,9 +48,6 @@ from pilotlight.engine.device.prompt_scores import score
 from pilotlight.engine.models.decoder import EMBEDDING, GATE_UP, OUTPUT, QKV, Decoder
 from pilotlight.engine.models.layers import Weights, scales_of
 from pilotlight.policy.model import Stage
-
-WHOLE_STEP = 1024
-"""Lengths that cuDNN sees are multiples of it."""
 
 
 class Layers:
@@ -63,7 +65,8 @@ class Layers:
         self._sliding_layers = frozenset(spec.sliding_layers)
         self._scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         self._gemv = gemv_of(spec)
-        self._projections = projections_of(spec, TORCH_DTYPES[parameters.dtype])
+        self._dtype = TORCH_DTYPES[parameters.dtype]
+        self._projections = projections_of(spec, self._dtype)
         self._width = spec.num_heads * spec.head_dim
         self.fused = decoder.plain_layers and spec.experts is None
 
@@ -90,8 +93,28 @@ class Layers:
             Hidden states, or logits of the rows that want them.
         """
         # Once for all layers: entering it takes the host as long as starting a kernel or two.
-        with nullcontext() if step.whole is None else sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with nullcontext() if step.whole is None else cudnn():
             return self._run(token_ids, hidden, layers, step, scratch, batch)
+
+    def attend_ahead(self, tokens: int, place: Place) -> Tensor:
+        """Has cuDNN prepare for whole prompts.
+
+        Args:
+            tokens: their padded length.
+            place: gives memory for heads.
+
+        Returns:
+            See ``whole_prompts.attend_ahead``.
+        """
+        spec = self._decoder.spec
+        heads = heads_of_zeros(spec, self._dtype, tokens, place, fused=self.fused)
+        return attend_ahead(heads, self._scale)
+
+    def rehearse_whole(self, place: Place) -> None:
+        """Does what comes behind cuDNN's attention, and may come nowhere else, to a row of zeros: a
+        kernel that builds have to compile though no prompt of theirs is cuDNN's.
+        """
+        self._projections.ready(place((1, self._width), self._dtype))
 
     def _run(
         self,
@@ -248,10 +271,7 @@ class Layers:
         self._look(layer, step, scratch, qkv, out)
         if step.whole is not None:
             assert isinstance(out, Tensor)
-            heads = qkv.unflatten(1, (-1, spec.head_dim)).split(
-                (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1
-            )
-            return _look_at_whole(step.whole, heads, self._scale, out)
+            return look_at_whole(step.whole, split_heads(qkv, spec), self._scale, out)
         return out
 
     def _attend(
@@ -268,7 +288,7 @@ class Layers:
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         self._look(layer, step, scratch, queries, out)
         if step.whole is not None:
-            return _look_at_whole(step.whole, (queries, keys, values), self._scale, out)
+            return look_at_whole(step.whole, (queries, keys, values), self._scale, out)
         return out
 
     def _look(
@@ -316,43 +336,3 @@ class Layers:
 def _sum(residual: Tensor, x: Tensor | Parts | None) -> Tensor:
     added = whole(x, residual.dtype)
     return residual if added is None else residual + added
-
-
-def _look_at_whole(rows: slice, heads: tuple[Tensor, ...], scale: float, out: Tensor) -> Tensor:
-    """Attention within a whole prompt, which needs nothing of the cache, where cuDNN's is the one
-    that torch chooses (``Layers.run``): the fastest where there are many rows.
-
-    It takes cuDNN some 40 ms to prepare for a length that it has not had yet, so lengths are
-    rounded up: rows behind the prompt's are seen by none of its own.
-
-    Args:
-        rows: the prompt's; they are the last ones.
-        heads: queries, keys and values, [num_tokens, heads of each, head_dim].
-        scale: of the scores.
-        out: [num_tokens, num_heads * head_dim], what other rows see already.
-
-    Returns:
-        The same, those rows included.
-    """
-    count = rows.stop - rows.start
-    beyond = -count % WHOLE_STEP
-    # Zeros, not whatever there is: a masked value still counts zero times, and zero times NaN is
-    # NaN.
-    padded = (
-        functional.pad(some[rows], (0, 0, 0, 0, 0, beyond)) if beyond else some[rows]
-        for some in heads
-    )
-    queries, keys, values = (some.transpose(0, 1)[None] for some in padded)
-    attended = functional.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        is_causal=True,
-        scale=scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
-    seen = attended[0, :, :count].transpose(0, 1).flatten(1)
-    if rows.start == 0:
-        return seen
-    out[rows].copy_(seen)
-    return out

@@ -24,6 +24,7 @@ from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
 from pilotlight.engine.cuda.static_words import StaticDecode
 from pilotlight.engine.cuda.steps import Captured, RangeSteps
+from pilotlight.engine.cuda.whole_prompts import WHOLE_TOKENS, WholePrompts, may_be_cudnns
 from pilotlight.engine.device.arena_protocol import TorchMemory
 from pilotlight.engine.device.dtypes import TORCH_DTYPES
 from pilotlight.engine.device.kv import KvCache
@@ -42,10 +43,6 @@ MAX_BLOCKS = 1 << 17
 
 MAX_HEAD_DIM = 256
 """Tiles of wider heads do not fit into a multiprocessor's shared memory."""
-WHOLE_TOKENS = 1537
-"""A whole prompt of this length, alone in its step, is attended to by cuDNN, which is faster then;
-a shorter one is done on the device before the host has called it for every layer."""
-CUDNN_HEAD_DIM, CUDNN_HEAD_DIM_STEP = 128, 8
 
 
 class CudaRangeRunner:
@@ -106,12 +103,12 @@ class CudaRangeRunner:
         self._graphs = graphs if spec.experts is None else None
         self._window = spec.sliding_window_tokens if spec.sliding_layers else None
         self._dtype = TORCH_DTYPES[parameters.dtype]
-        half = parameters.dtype is not Dtype.FLOAT32
-        self._whole_from = (
-            WHOLE_TOKENS
-            if half and not spec.sliding_layers and _fits_cudnn(spec.head_dim)
+        self.whole_prompts = (
+            WholePrompts(partial(_attend_ahead, self._layers, eager, device))
+            if may_be_cudnns(spec, parameters.dtype)
             else None
         )
+        """None: cuDNN attends to none of this model."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._spare = -(-PROGRAMS_PER_PROCESSOR * processors // spec.num_kv_heads)
         pinned = device.type == "cuda"
@@ -152,8 +149,8 @@ class CudaRangeRunner:
         return RangeSteps(stage, layers or spec.whole)
 
     def rehearse(self, inputs: Tensor) -> None:
-        """Does what is around trials, and around a step that runs ahead, without a step: afterwards
-        all is as it was. For steps that have trials.
+        """Does what is around trials, around a step that runs ahead, and around cuDNN's attention,
+        without a step: afterwards all is as it was. For steps that have trials.
 
         Args:
             inputs: tokens as the sampler leaves them on the device, [1].
@@ -163,6 +160,8 @@ class CudaRangeRunner:
             pass
         with steps.trial_inputs(SIZES[0]):
             self._static.view(SIZES[0])[1].copy_(inputs, non_blocking=True)
+        if self.whole_prompts is not None:
+            self._layers.rehearse_whole(zeros_on(self._device))
 
     @torch.inference_mode()
     def run(self, batch: Batch, inputs: Tensor, layers: Stage | None = None) -> Tensor:
@@ -188,9 +187,8 @@ class CudaRangeRunner:
             and self._fill(self._prompt, length, batch, inputs, layers)
         ):
             return self._padded(Kind(layers, length, prompt=True), batch.num_tokens, 1)
-        # Beside others our own kernel attends: cuDNN prepares each new length for tens of
-        # milliseconds, in which they would wait.
-        whole_from = self._whole_from if rows == 1 else None
+        whole = self.whole_prompts is not None and self.whole_prompts.takes(batch)
+        whole_from = WHOLE_TOKENS if whole else None
         fields = fields_of(batch, self._spare, self._window, whole_from)
         splits = max(len(fields.get(name, ())) for name in ("full_rows", "sliding_rows"))
         if splits > self._scratch.max_splits:
@@ -272,5 +270,16 @@ class CudaRangeRunner:
         return DecodeScratch(splits, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
 
 
-def _fits_cudnn(head_dim: int) -> bool:
-    return head_dim <= CUDNN_HEAD_DIM and head_dim % CUDNN_HEAD_DIM_STEP == 0
+@torch.inference_mode()
+def _attend_ahead(layers: Layers, eager: TorchMemory, device: torch.device, tokens: int) -> None:
+    """Has cuDNN prepare for whole prompts, and waits for the device. In the memory and the mode of
+    steps: what cuDNN prepares follows from what it is called with.
+
+    Args:
+        layers: whose attention it is.
+        eager: what steps take memory from.
+        device: the stage's.
+        tokens: the prompts' padded length.
+    """
+    run_in(eager, partial(layers.attend_ahead, tokens, zeros_on(device)))
+    torch.cuda.current_stream(device).synchronize()

@@ -178,7 +178,8 @@ class WarmUp:
 
 class IdleWork:
     """What an engine does for later, piece by piece, while it has nothing to do; what comes
-    meanwhile waits for one piece, which takes some tens of milliseconds.
+    meanwhile waits for one piece, which takes some tens of milliseconds; cuDNN's first one, about a
+    second.
     """
 
     def __init__(self, clock: Clock, work: Callable[[], bool], after_s: float = IDLE_S) -> None:

@@ -343,6 +343,7 @@ class ChildLoop:
 
     def _step(self) -> None:
         """One batch; what it raises ends the process."""
+        self._for_later.look(idle=False)  # Between two looks a batch may begin and end.
         self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()
