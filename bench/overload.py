@@ -1,7 +1,7 @@
 """What becomes of a gateway that is asked for more than it can do: ``make bench-overload``.
 
-DURATION_S= for how long (15 s), TIMES= for another load (2), SHARE= for what follows (0.8); STEP_MS=
-for an engine whose steps take so long: a worker's places are then what there is too little of.
+DURATION_S= for how long (15 s), TIMES= for another load (2), SHARE= for what follows (0.8),
+STEP_MS= for an engine whose steps take so long: then there are too few places of a worker's.
 
 Everything is real but the engine, which takes no time, as in ``bench/soak_served.py``: it measures
 what the system can do with streams of 32 tokens, all it is asked for, for a while. Then streams are

@@ -5,8 +5,8 @@ A request's way is a ``Route``: the instance that computes its prompt, and the o
 it. Both are the same, since instances that do one of the two alone are given nothing yet.
 
 ``Router`` adds to the view what only this gateway knows: submits that are under way or not yet
-reported, workers that are full, and instances that have just refused one otherwise. A read of the view is advice; the worker's
-answer to the submit decides.
+reported, workers that are full, and instances that have just refused one otherwise. A read of the
+view is advice; the worker's answer to the submit decides.
 """
 
 from collections import deque
