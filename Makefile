@@ -15,7 +15,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-products-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results bench-overload
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-products-gpu bench-products-fp8-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results bench-overload
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -191,6 +191,9 @@ bench-gateway:  ## what the gateway costs with an engine that takes no time, bes
 
 bench-products-gpu:  ## products of few rows on this machine's GPU by how they are cut up, beside torch's, as JSON: ARGS='--shapes 8B 4B'; PYTHON= as above
 	@$(or $(PYTHON),$(PY)) bench/products_gpu.py $(ARGS)
+
+bench-products-fp8-gpu:  ## the same with weights in fp8, beside today's tilings and bfloat16, as JSON: ARGS='--tokens 64 --scales block row'; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/products_fp8_gpu.py $(ARGS)
 
 bench-attention-gpu:  ## prefill attention on this machine's GPU by head width and tile: time, registers, spills, as JSON: ARGS='--tokens 1360 --behind 2720'; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/attention_gpu.py $(ARGS)

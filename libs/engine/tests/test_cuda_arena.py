@@ -90,6 +90,22 @@ def test_a_slot_is_the_home_that_is_asked_for_or_the_next_free_one(make):
     assert arena.open_slot().number == 0
 
 
+def test_spare_is_what_stages_may_never_take_however_much_they_have(make, checkpoint):
+    arena = make()
+    free_bytes, _ = arena.native.memory()
+    assert arena.spare_bytes == 0, "all of it is for stages"
+    arena.capacity_bytes = free_bytes - 7 * MIB
+    assert arena.spare_bytes == 7 * MIB
+    decoder = decoder_of(checkpoint("llama").spec)
+    memory = StageMemory(arena, decoder, Stage(0, 4), Dtype.FLOAT64)
+    memory.resize(4)
+    assert arena.backed_bytes > 0
+    taken_bytes = arena.physical_bytes - arena.backed_bytes
+    assert arena.spare_bytes == 7 * MIB - taken_bytes
+    memory.close()
+    assert arena.spare_bytes == 7 * MIB
+
+
 def test_a_stage_backs_its_own_layers_where_the_whole_model_would(make, checkpoint):
     decoder = decoder_of(checkpoint("llama").spec)
 

@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from pilotlight.engine.cuda.graphs import SIZES, GraphSet, Kind, StageSteps
-from pilotlight.engine.cuda.idle import CaptureAhead
+from pilotlight.engine.cuda.idle import LEAST_SPARE_BYTES, CaptureAhead
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.policy.graphs.restoring import PROMPTS
 from pilotlight.policy.model import Stage
@@ -25,6 +25,7 @@ class Steps:
         self.has_trials = True
         self.ran: list[Kind] = []
         self.captured: dict[Kind, object] = {}
+        self.spare_bytes = LEAST_SPARE_BYTES
         self.fails: Callable[[int], Exception | None] = lambda trials: None
 
     def kind_of(self, size: int) -> Kind:
@@ -40,8 +41,10 @@ class Steps:
 
 
 def ahead_of(steps: Steps) -> CaptureAhead:
-    graphs = SimpleNamespace(graphs=steps.captured)
-    return CaptureAhead(cast("StageSteps", steps), cast("GraphSet", cast("Any", graphs)))
+    graphs = cast("Any", SimpleNamespace(graphs=steps.captured))
+    return CaptureAhead(
+        cast("StageSteps", steps), cast("GraphSet", graphs), lambda: steps.spare_bytes
+    )
 
 
 def finish(ahead: CaptureAhead) -> int:
@@ -89,6 +92,17 @@ def test_nothing_more_is_captured_where_there_is_no_memory() -> None:
         finish(ahead)
     assert len(steps.ran) == 5
     assert [line["action"] for line in logs] == ["not_captured"]
+
+
+def test_what_steps_may_need_is_not_taken_and_more_is_captured_when_there_is_some() -> None:
+    steps = Steps()
+    ahead = ahead_of(steps)
+    ahead.one()
+    steps.spare_bytes -= 1
+    assert ahead.is_over
+    steps.spare_bytes += 1
+    finish(ahead)
+    assert len(steps.captured) == ALL
 
 
 def test_any_other_error_is_told() -> None:

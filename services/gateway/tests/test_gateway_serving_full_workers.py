@@ -81,6 +81,19 @@ async def test_a_worker_that_refuses_no_more_is_forgotten_and_who_waits_is_calle
     assert (called, len(full)) == ([FOX], 0)
 
 
+async def test_nothing_is_remembered_of_workers_that_nobody_asks_for_any_more():
+    clock = ManualClock()
+    full = FullWorkers(clock)
+    full.refused(OTHER, 1.0)
+    clock.advance(FORGET_S)
+    full.refused(WORKER, 1.0)
+    assert len(full) == 1
+    clock.advance(FORGET_S)
+    full.refused(WORKER, 1.0)
+    assert not full.may_take(WORKER, FOX), "it has refused again"
+    full.forget(WORKER)
+
+
 async def test_a_request_goes_as_soon_as_another_has_ended(world):
     """Not when the worker said that one might try again: all that runs there ends before that."""
     worker = await world.worker()

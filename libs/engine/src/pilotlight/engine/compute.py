@@ -160,7 +160,9 @@ def compute_on(
         return tokens
 
     # What an artifact brings comes by itself, and what is recorded is recorded in its order.
-    captures = (CaptureAhead(runner.steps_of(), graphs),) if plan is None else ()
+    arena = memory.arena
+    ahead = CaptureAhead(runner.steps_of(), graphs, lambda: arena.spare_bytes)
+    captures = (ahead,) if plan is None else ()
     lengths = (runner.whole_prompts,) if runner.whole_prompts is not None else ()
     return Compute(
         runner,

@@ -149,6 +149,12 @@ class CudaArena:
         return max(0, self.capacity_bytes - self.backed_bytes - self._left_bytes)
 
     @property
+    def spare_bytes(self) -> int:
+        """See ``Arena.spare_bytes``."""
+        still = self.capacity_bytes - self.backed_bytes - self.idle_bytes
+        return self.native.memory()[0] - max(0, still)
+
+    @property
     def driver_calls(self) -> DriverCalls:
         """What it has asked of the driver so far."""
         return self.native_arena.driver_calls

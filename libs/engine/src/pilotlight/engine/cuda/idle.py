@@ -8,6 +8,7 @@ captured.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,9 @@ log = structlog.get_logger()
 
 TRIALS = 2
 """Of a kind: eagerly, and captured."""
+LEAST_SPARE_BYTES = 3 << 29
+"""Of what is not for stages, for steps that run eagerly, kernels and libraries: graphs lie in the
+driver's memory, some 5 MiB each, and are no stage's."""
 
 
 class Prepares(Protocol):
@@ -46,21 +50,22 @@ class Prepares(Protocol):
 class CaptureAhead:
     """Captures what a stage has no graph of; the least sizes first."""
 
-    def __init__(self, steps: StageSteps, graphs: GraphSet) -> None:
+    def __init__(self, steps: StageSteps, graphs: GraphSet, spare_bytes: Callable[[], int]) -> None:
         """Captures nothing yet.
 
         Args:
             steps: the stage's, of the range whose graphs are wanted.
             graphs: the stage's.
+            spare_bytes: says what the device has now that is not for stages.
         """
-        self._steps, self._graphs = steps, graphs
+        self._steps, self._graphs, self._spare_bytes = steps, graphs, spare_bytes
         sizes = (*SIZES, *map(prompt_size, LENGTHS)) if steps.has_trials else ()
         self._left = deque(size for size in sizes for _ in range(TRIALS))
 
     @property
     def is_over(self) -> bool:
-        """See ``Prepares``."""
-        return not self._left
+        """See ``Prepares``; where too little memory is to spare, there may be more later."""
+        return not self._left or self._spare_bytes() < LEAST_SPARE_BYTES
 
     def one(self) -> None:
         """See ``Prepares``: one step, of the first size that has no graph."""

@@ -108,6 +108,11 @@ class CpuArena:
         return self._backed.num_bytes
 
     @property
+    def spare_bytes(self) -> int:
+        """See ``Arena.spare_bytes``: all of the machine's memory is for stages."""
+        return 0
+
+    @property
     def free_slots(self) -> int:
         """How many more models could be opened."""
         return self._slots.free

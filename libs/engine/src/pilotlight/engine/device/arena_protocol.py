@@ -141,6 +141,13 @@ class Arena(Protocol):
         ...
 
     @property
+    def spare_bytes(self) -> int:
+        """Of the device's memory, what is free now and never for stages; less than 0 where they may
+        take more than there is.
+        """
+        ...
+
+    @property
     def free_slots(self) -> int:
         """How many more models could be opened."""
         ...

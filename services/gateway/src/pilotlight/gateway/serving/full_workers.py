@@ -51,6 +51,8 @@ class FullWorkers:
 
     def refused(self, worker_id: WorkerId, retry_after_s: float | None) -> None:
         """It had no place for one."""
+        for other in tuple(self._known):
+            self._of(other)  # Nobody asks for one that has gone in order.
         known, now_s = self._known.get(worker_id), self._clock.monotonic_s()
         full = refused(known.full if known else None, now_s, retry_after_s or LOOK_AFTER_S)
         if known is None:
