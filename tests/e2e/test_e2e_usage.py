@@ -62,15 +62,16 @@ def asked(*, stream: bool, max_tokens: int) -> dict[str, object]:
 
 def read_until_killed(http: httpx2.Client, pid: int) -> int:
     """Tokens that a client gets of a stream whose gateway is killed."""
-    tokens = 0
+    tokens, killed = 0, False
     with http.stream("POST", "/completions", json=asked(stream=True, max_tokens=TOKENS)) as reply:
         try:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     (choice,) = json.loads(line.removeprefix("data: "))["choices"]
                     tokens += len((choice["logprobs"] or {"tokens": []})["tokens"])
-                if tokens == READ:
+                if tokens == READ and not killed:
                     os.kill(pid, signal.SIGKILL)
+                    killed = True
         except httpx2.TransportError:
             return tokens
     raise AssertionError("the stream has ended as if nothing had happened")
