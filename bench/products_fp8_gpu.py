@@ -9,10 +9,8 @@ JSON for each product, the fastest tilings first.
 
 import argparse
 import json
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,6 +24,7 @@ from products_gpu import (
     SHOWN,
     UNDER_WAY_BYTES,
     Product,
+    failures,
     timed_us,
 )
 from torch import Tensor
@@ -136,8 +135,7 @@ def measured(one: Product, tokens: int, scales: str, found: Sequence[GemmTiling]
     operands = Operands(one, tokens, scales, max(2, pieces_of(COPIES_BYTES, weight_bytes)))
 
     def us(kernels: Fp8Kernels) -> float:
-        step: Callable[[Tensor], None] = lambda weight: operands.step(kernels, weight)  # noqa: E731
-        return timed_us(step, operands.weights)
+        return timed_us(partial(operands.step, kernels), operands.weights)
 
     today_us = us(operands.kernels(SCALES[scales]))
     rates = sorted((us(operands.kernels(chosen(one, tokens, each))), each) for each in found)
@@ -177,13 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = dict.fromkeys(one for shape in asked.shapes for one in SHAPES[shape][:-1])
     rows = list(product(wanted, asked.tokens, asked.scales))
     work = [(*row, tiling) for row in rows for tiling in tilings(*row[:2])]
-    with ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        wrong = list(pool.map(compiled, *zip(*work, strict=True), chunksize=4))
-    failed = {task: error for task, error in zip(work, wrong, strict=True) if error}
-    made = {"compiled": len(work), "failed": len(failed), "errors": sorted({*failed.values()})[:5]}
-    print(json.dumps(made), flush=True)
+    failed = failures(compiled, work)
     for row in rows:
         found = [tiling for tiling in tilings(*row[:2]) if (*row, tiling) not in failed]
         print(json.dumps(measured(*row, found)), flush=True)

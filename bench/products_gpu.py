@@ -187,6 +187,23 @@ def measured(one: Product, count: int, found: Sequence[FewRowsTiling]) -> dict[s
     }
 
 
+def failures(compiled: Callable[..., str], work: Sequence[tuple[Any, ...]]) -> frozenset[Any]:
+    """What does not compile, by all cores; how many do is printed.
+
+    Args:
+        compiled: has one kernel compiled; what went wrong, or nothing.
+        work: its arguments, for each kernel.
+    """
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        wrong = list(pool.map(compiled, *zip(*work, strict=True), chunksize=4))
+    failed = {task: error for task, error in zip(work, wrong, strict=True) if error}
+    made = {"compiled": len(work), "failed": len(failed), "errors": sorted({*failed.values()})[:5]}
+    print(json.dumps(made), flush=True)
+    return frozenset(failed)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compile, measure and print."""
     parser = argparse.ArgumentParser(
@@ -197,13 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     wanted = list(dict.fromkeys(one for shape in asked.shapes for one in SHAPES[shape]))
     work = [(one, tiling) for one in wanted for tiling in tilings(one)]
-    with ProcessPoolExecutor(
-        len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        wrong = list(pool.map(compiled, *zip(*work, strict=True), chunksize=4))
-    failed = {task: error for task, error in zip(work, wrong, strict=True) if error}
-    made = {"compiled": len(work), "failed": len(failed), "errors": sorted({*failed.values()})[:5]}
-    print(json.dumps(made), flush=True)
+    failed = failures(compiled, work)
     for one in wanted:
         found = [tiling for tiling in tilings(one) if (one, tiling) not in failed]
         for tokens in asked.tokens:

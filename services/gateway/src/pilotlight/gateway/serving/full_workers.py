@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pilotlight.common.clock import Clock
-from pilotlight.policy.full import FullWorker, freed, refused, sent, taken
+from pilotlight.policy.full import FORGET_S, FullWorker, freed, refused, sent, taken
 from pilotlight.policy.ids import ModelName, WorkerId
 
 LOOK_AFTER_S = 1.0
@@ -54,7 +54,9 @@ class FullWorkers:
         for other in tuple(self._known):
             self._of(other)  # Nobody asks for one that has gone in order.
         known, now_s = self._known.get(worker_id), self._clock.monotonic_s()
-        full = refused(known.full if known else None, now_s, retry_after_s or LOOK_AFTER_S)
+        # Behind that nothing is known of it, and who waits must not go on waiting.
+        after_s = min(retry_after_s or LOOK_AFTER_S, FORGET_S)
+        full = refused(known.full if known else None, now_s, after_s)
         if known is None:
             self._known[worker_id] = _Known(full)
         else:
