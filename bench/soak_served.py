@@ -9,7 +9,8 @@ more than before. Then requests arrive at a share of that rate, whether or not o
 for ``--duration-s``, in windows of a minute. Wrong is: any error; a process, or the device, whose
 memory in the last fifth of the time is more than in the second, times 1.05, and 16 MiB; a p99, of
 first bytes or whole answers, that is in the last fifth half as much again as in the second, and 10
-ms more; arrivals that pile up. Prints one JSON document, ends with 1 if anything is wrong.
+ms more; arrivals that pile up. Prints one JSON document, with how many tokens there is KV for in
+the end, and ends with 1 if anything is wrong.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 import gateway_servers as servers
 import served_gpu_cpu as cpu
 from engine_gpu_job import SHAPES_TO_TRY
-from gateway import asking, body, commit, say
+from gateway import asking, body, commit, metric, say
 from served_gpu import machine
 from served_gpu_models import prepare
 from served_gpu_servers import used_bytes_of_device
@@ -39,6 +40,9 @@ WINDOW_S, WINDOWS = 60.0, 5
 AT_ONCE, AT_ONCE_ON_A_GPU = 64, 256
 """Streams at saturation: as many as an engine on a GPU runs at a time."""
 DEVICE = "the device"
+OWN = ("Pss_Anon:", "Pss_Shmem:")
+"""Of a process's memory in /proc, what counts."""
+KV_TOKENS = ("pilotlight_worker_kv_used_tokens", "pilotlight_worker_kv_free_tokens")
 END_S = 40.0
 """From the end of the load to the end of the command."""
 SATURATE_S = 20.0
@@ -57,7 +61,8 @@ Window = dict[str, Any]
 
 def resident_bytes(root_pid: int) -> dict[str, int]:
     """By role, all processes beneath one; what several map, such as a database's buffers, is shared
-    out between them, and counts once.
+    out between them, and counts once. Without mapped files: they are the machine's cache, and how
+    much of a library is whose depends on who else runs with it.
     """
     found: Counter[str] = Counter()
     for pid, (role, _) in cpu.read(root_pid).processes.items():
@@ -65,7 +70,7 @@ def resident_bytes(root_pid: int) -> dict[str, int]:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue  # It has just ended.
-        found[role] += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        found[role] += sum(1024 * int(line.split()[1]) for line in lines if line.startswith(OWN))
     return dict(found)
 
 
@@ -179,6 +184,7 @@ def main() -> int:
             rate_per_s = asked.share * saturation_per_s(up, at_once)
             left_s = asked.limit_s - (time.monotonic() - began_s) - WARM_S - END_S
             windows = held(up, rate_per_s, min(asked.duration_s, left_s))
+            kv_tokens = sum(metric(up, name) for name in KV_TOKENS)
     document = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -186,6 +192,7 @@ def main() -> int:
         "engine": asked.shape or "simulated",
         "rate_per_s": round(rate_per_s, 2),
         "share": asked.share,
+        "kv_tokens": kv_tokens,
         "wrong": verdicts(windows, rate_per_s),
         "windows": windows,
     }

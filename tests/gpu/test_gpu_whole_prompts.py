@@ -31,8 +31,9 @@ pytestmark = pytest.mark.gpu
 
 Record = Callable[[str, object], None]
 SLOT_BYTES = 256 << 20
-KINDS = ("llama", "llama-bias", "qwen3", "qwen3-moe")
-"""The last one's layers are not fused."""
+FUSED = ("llama", "llama-bias", "qwen3")
+"""Their layers are."""
+KINDS = (*FUSED, "qwen3-moe")
 LENGTH = 2 * WHOLE_STEP
 FIRST, OTHERS = 1600, (1601, 1900, LENGTH - 1, LENGTH)
 """Of one padded length."""
@@ -107,8 +108,14 @@ def prepare(runner: CudaRangeRunner) -> int:
     return count
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["hidden states", "logits"])
-@pytest.mark.parametrize("kind", KINDS)
+# Of experts, rounding chooses others now and then: a single row's logits say nothing of it.
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        *(pytest.param(kind, False, id=f"{kind}, hidden states") for kind in KINDS),
+        *(pytest.param(kind, True, id=f"{kind}, logits") for kind in FUSED),
+    ],
+)
 def test_a_prepared_length_gives_what_our_own_kernel_gives(
     on_device: CudaArena, looks: list[int], kind: str, *, whole: bool, record_property: Record
 ) -> None:
