@@ -216,7 +216,7 @@ class Bench:
                         row[f"added_ms_{word}"] = row[f"latency_ms_{word}"] - ideal_ms
                     say(f"paced at {concurrency}: {row['per_s']}/s, {row['added_ms_p99']} ms more")
                     found.setdefault(f"streams at {concurrency}", []).append(row)
-        return {name: median(rows) for name, rows in found.items()}
+        return {name: median(rows) | {"rounds": rows} for name, rows in found.items()}
 
     def _held(self, work: Path) -> Row:
         """Memory of requests that wait: who would start their model stands still."""

@@ -16,12 +16,15 @@ from typing import Any
 SERVERS = {
     "ours": "Pilotlight",
     "two": "Pilotlight with two gateways",
+    "paced": "Pilotlight with 10 ms between tokens",
     "bare": "a bare ASGI application over NATS",
     "litellm": "LiteLLM's proxy",
     "vllm-router": "vLLM's router",
     "sglang-router": "SGLang's router",
 }
 ROLES = ("gateway", "worker", "gateway.texts.helper", "nats-server")
+ADDED = ("p50", "p95", "p99")
+"""Of what the way adds to streams with a steady step."""
 DIGITS = 4
 
 
@@ -31,6 +34,10 @@ def samples_of(rounds: list[Mapping[str, Any]]) -> dict[str, list[float]]:
         "per second": [one["per_s"] for one in rounds],
         "latency p50, ms": [one["latency_ms_p50"] for one in rounds],
     }
+    for word in ADDED:
+        added = [one.get(f"added_ms_{word}") for one in rounds]
+        if all(added):
+            found[f"added {word}, ms"] = added
     for role in ROLES:
         times = [one["cpu_ms_each"].get(role) for one in rounds]
         if all(times):
