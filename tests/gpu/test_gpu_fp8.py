@@ -28,6 +28,7 @@ from pilotlight.engine.cuda.kernels.gemv import Gemv
 from pilotlight.engine.cuda.kernels.parts import Parts
 from pilotlight.engine.cuda.kernels.prefill_attention import prefill_attention
 from pilotlight.engine.cuda.runner import CudaRangeRunner
+from pilotlight.engine.cuda.tilings import BLOCK_GEMM_TILINGS, ROW_GEMM_TILINGS
 from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
@@ -104,7 +105,12 @@ def test_parts_of_a_sum_are_added_before_the_norm(
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
     "tiling",
-    [GemmTiling(64, 1, 4, 4), GemmTiling(64, 2, 4, 3, tokens=64), GemmTiling(128, 3, 8, 3, 64)],
+    [
+        GemmTiling(64, 1, 4, 4),
+        GemmTiling(64, 1, 8, 4, tokens=32),
+        GemmTiling(64, 2, 4, 3, tokens=64),
+        GemmTiling(128, 3, 8, 3, 64),
+    ],
 )
 def test_a_product_of_rows(
     device: torch.device,
@@ -127,6 +133,25 @@ def test_a_product_of_rows(
         assert isinstance(found, Parts) == (divisible and tiling.splits > 1)
         whole = found.total(torch.bfloat16) if isinstance(found, Parts) else found
         close(whole, exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("by_block", "shape"),
+    [(True, shape) for shape in BLOCK_GEMM_TILINGS] + [(False, shape) for shape in ROW_GEMM_TILINGS],
+)
+def test_measured_tilings_give_their_products(
+    device: torch.device, by_block: bool, shape: tuple[int, int, int]
+) -> None:
+    wide, width, padded = shape
+    kernels = Fp8Kernels(by_block, BLOCK_GEMM_TILINGS if by_block else ROW_GEMM_TILINGS)
+    weight = (torch.randn(wide, width, device=device) * 40).to(torch.float8_e4m3fn)
+    of_scales = (wide // 128, width // 128) if by_block else (wide, 1)
+    scales = torch.rand(of_scales, device=device) + 0.5
+    made = kernels.quantize(torch.randn(padded - 3, width, device=device, dtype=torch.bfloat16))
+    found = kernels.product(made, weight, scales, torch.bfloat16, divisible=True)
+    whole = found.total(torch.bfloat16) if isinstance(found, Parts) else found
+    exact = values_of(made).to(device) @ dequantize(weight, scales, torch.float64).T
+    close(whole, exact.cpu(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("by_block", [True, False])
