@@ -208,7 +208,7 @@ bench-promises:  ## goodput of an instance that is asked too much, with and with
 bench-kv-return:  ## KV on loan goes back on this machine's GPU, three ways by turns, as JSON: SECONDS=, ROUNDS=; PYTHON= an environment that has everything
 	@$(or $(PYTHON),$(PY)) bench/kv_return.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-bench-materialize:  ## what recorded graphs save a start on this machine's GPU, beside captures at the start, as JSON: SHAPES=, WAYS=, REPEATS=, SECONDS=, OUT=, COMMIT=; WAYS=process is a whole system, KIND=cpu TINY=1 tries that; PYTHON= as above
+bench-materialize:  ## what recorded graphs save a start on this machine's GPU, beside captures at the start, as JSON: SHAPES=, WAYS=, REPEATS=, SECONDS=, OUT=, COMMIT=; WAYS="process node up" are whole systems, KIND=cpu TINY=1 tries those; PYTHON= as above
 	@$(or $(PYTHON),$(PY)) bench/materialize.py $(if $(TINY),--shapes tiny,$(if $(SHAPES),--shapes $(SHAPES))) $(if $(KIND),--kind $(KIND)) $(if $(WAYS),--ways $(WAYS)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out "$(OUT)") $(if $(COMMIT),--commit "$(COMMIT)")
 
 bench-medusa:  ## the loading phase of the ten models of MEDUSA's table on this machine's GPU, by stage and way, with nodes of graphs and builds by part, as JSON; goes on where LINES=FILE ends: SHAPES=, WAYS=, SECONDS=, OUT=, COMMIT=, VLLM=interpreter; PYTHON= as above

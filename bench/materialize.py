@@ -22,7 +22,9 @@ imported and its context made before the clock starts:
   engines begin while the request waits (``materialize_process.py``). ``--kind cpu`` with the shape
   ``tiny`` tries it without a GPU;
 * ``node``, where it is asked for: the same on a node that has nothing yet, neither a host pool nor
-  a state folder.
+  a state folder;
+* ``up``, where it is asked for: the first token, and the gaps behind it, of a start in a worker
+  that is up, through the whole system (``materialize_up.py``).
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
@@ -62,7 +64,6 @@ from typing import Any
 from served_gpu import commit, machine
 
 JOB = Path(__file__).resolve().parent / "materialize_job.py"
-WHOLE_JOB = JOB.with_name("materialize_process.py")
 STOP_S = 60.0
 """For a system's orderly end."""
 SHAPES = ("4B", "8B")
@@ -78,13 +79,23 @@ WAYS = (
     "cold-warm",
 )
 WHERE = "cold-where"
-PROCESS, NODE = "process", "node"
-"""Of a whole system, with a job of its own."""
-WHOLE = (PROCESS, NODE)
+PROCESS, NODE, UP = "process", "node", "up"
+WHOLE = {
+    PROCESS: ("materialize_process.py",),
+    NODE: ("materialize_process.py", "--node"),
+    UP: ("materialize_up.py",),
+}
+"""Of a whole system, with jobs of their own, and what these are told."""
 TINY = "tiny"
 SECONDS, JOB_S, PROCESS_S, LEAST_S = 190.0, 120.0, 540.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
-PROCESS_MS = {"4B": 4000.0}
+WHOLE_MS = {
+    PROCESS: {"4B": 4000.0},
+    NODE: {"4B": 4000.0},
+    UP: {"4B": 190.0, "8B": 390.0},
+}
+GAP_TIMES = 2.0
+"""The worst gap in a worker that is up, by the median of all."""
 WHAT = {
     "restore": "35 decode and 8 prompt graphs restored, alone",
     "beside": "35 decode and 8 prompt graphs restored while the weights come",
@@ -98,6 +109,7 @@ WHAT = {
     WHERE: "a cold start in a warm engine, looked at every millisecond",
     PROCESS: "the first token of a truly cold process, through the whole system",
     NODE: "the first token of a node that is new, through the whole system",
+    UP: "a cold start in a worker that is up, through the whole system",
 }
 Row = dict[str, Any]
 
@@ -121,9 +133,9 @@ class Run:
     def job(self, way: str, shape: str) -> subprocess.Popen[str]:
         """Starts a process, with no kernel compiled before."""
         if way in WHOLE:
-            command = [sys.executable, str(WHOLE_JOB), shape, str(self.folder), self.kind]
-            command += ["--node"] if way == NODE else []
-            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            script, *more = WHOLE[way]
+            command = [sys.executable, str(JOB.with_name(script)), shape, str(self.folder)]
+            return subprocess.Popen([*command, self.kind, *more], stdout=subprocess.PIPE, text=True)
         caches = Path(tempfile.mkdtemp(dir=self.folder))
         return subprocess.Popen(
             [sys.executable, str(JOB), way, shape, str(self.folder)],
@@ -186,9 +198,17 @@ def _medians(run: Run, way: str, shape: str) -> dict[str, float] | None:
 def floors(run: Run) -> Iterator[str]:
     """What was missed."""
     for (way, shape), rows in run.rows.items():
-        ttft_ms = statistics.median(row["ttft_ms"] for row in rows) if way in WHOLE else 0.0
-        if ttft_ms > PROCESS_MS.get(shape, ttft_ms):
+        if way not in WHOLE:
+            continue
+        ttft_ms = statistics.median(row["ttft_ms"] for row in rows)
+        if ttft_ms > WHOLE_MS[way].get(shape, ttft_ms):
             yield f"{shape}: {WHAT[way]}: {ttft_ms:.0f} ms"
+        times = [
+            row["worst_gap_ms"] / row["median_gap_ms"] for row in rows if row.get("median_gap_ms")
+        ]
+        if times and statistics.median(times) > GAP_TIMES:
+            worst = statistics.median(times)
+            yield f"{shape}: {WHAT[way]}: the worst gap is {worst:.1f} times the median"
     for shape in SHAPES:
         alone, beside = (_medians(run, way, shape) for way in ("restore", "beside"))
         if alone is None or beside is None:
@@ -208,9 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, TINY), default=list(SHAPES))
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, WHERE, *WHOLE), default=list(WAYS))
-    parser.add_argument(
-        "--kind", default="cuda", choices=("cuda", "cpu"), help="for process and node"
-    )
+    parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"), help="for whole systems")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all rows")
     parser.add_argument("--out", type=Path, default=Path("materialize.json"))

@@ -6,6 +6,7 @@ table of the loading phases: each figure keeps the commit and the machine that i
 """
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ WHAT = {
 WAYS = tuple(WHAT)
 ABOUT = ("command", "machine", "load", "commit", "commit_date", "date")
 """What each row says of where it comes from, in words."""
+ELSEWHERE = re.compile(r"^on an? [^:]+: ")
+"""How a measurement's name begins that is of another device than the file's."""
 PLACES = 6
 """Digits behind the point."""
 Row = dict[str, Any]
@@ -68,7 +71,7 @@ def read(path: Path) -> Rows:
             if name not in ("what", "unit", "samples", "medians")
         }
         count = max(map(len, samples.values()))
-        rows[keys[measured["what"]]] = [
+        rows[keys[ELSEWHERE.sub("", measured["what"])]] = [
             {**said, **{name: values[number] for name, values in samples.items()}}
             for number in range(count)
         ]

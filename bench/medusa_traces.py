@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measurements.append(
             {"what": what, **about, "unit": "s, and counts", "samples": samples, "medians": medians}
         )
-    document = {"benchmark": "medusa_traces", "measurements": measurements}
+    document = {"benchmark": asked.out.stem, "measurements": measurements}
     asked.out.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps({one["what"]: one["medians"] for one in measurements}, indent=2))
 

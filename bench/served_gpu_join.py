@@ -140,7 +140,7 @@ def _measured(shape: str, sides: Mapping[str, Part], commit: str) -> Iterator[di
         }
         samples = {who: [cold["first_token_s"]] for who, cold in colds.items()}
         floor = COLD_FLOOR.get(shape) if name == JUDGED_COLD else None
-        yield _one(
+        measured = _one(
             f"{shape}: cold start, {COLDS[name]}",
             common,
             "s",
@@ -148,6 +148,8 @@ def _measured(shape: str, sides: Mapping[str, Part], commit: str) -> Iterator[di
             more_is_better=False,
             floor=floor,
         )
+        phases = sides.get("ours", {}).get("cold", {}).get(name, {}).get("phases_s")
+        yield measured | ({"our_phases_s": phases} if phases else {})
     for row in dict.fromkeys(name for side in sides.values() for name in side["rows"]):
         there = {who: side["rows"][row] for who, side in sides.items() if row in side["rows"]}
         for metric in ARRIVING if row.startswith("AzureConv") else AT_ONCE:

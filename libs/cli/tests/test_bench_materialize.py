@@ -49,7 +49,7 @@ def test_logs_become_a_timeline() -> None:
 
 
 def test_phases_end_on_the_clock_of_processes() -> None:
-    from materialize_process import phases
+    from materialize_system import phases
 
     made = [("load", 10.0, 5.0), ("load", 11.0, 5.0), ("prefill", 12.5, 4.0)]
     found = [
@@ -63,7 +63,7 @@ def test_phases_end_on_the_clock_of_processes() -> None:
 
 
 def test_logs_are_read_on_from_where_they_were(tmp_path: Path) -> None:
-    from materialize_process import Logs
+    from materialize_system import Logs
 
     log = tmp_path / "logs" / "engine.log"
     log.parent.mkdir()
@@ -114,3 +114,30 @@ def test_a_process_that_is_too_slow_misses_its_floor(tmp_path: Path) -> None:
     assert "4100 ms" in missed
     run.rows[PROCESS, "4B"][1] = {"ttft_ms": 3900.0}
     assert list(floors(run)) == []
+
+
+def test_a_start_in_a_worker_that_is_up_has_floors_for_its_token_and_its_gaps(
+    tmp_path: Path,
+) -> None:
+    from materialize import UP, Run, floors
+
+    run = Run(tmp_path, 1.0)
+    row = {"ttft_ms": 180.0, "worst_gap_ms": 4.0, "median_gap_ms": 2.5}
+    run.rows[UP, "4B"] = [row, {**row, "median_gap_ms": 0.0}]
+    assert list(floors(run)) == []
+    run.rows[UP, "4B"].append({"ttft_ms": 191.0, "worst_gap_ms": 9.0, "median_gap_ms": 2.5})
+    assert len(list(floors(run))) == 1, "the worst gap"
+    run.rows[UP, "8B"] = [{**row, "ttft_ms": 391.0}]
+    assert any("391 ms" in missed for missed in floors(run))
+
+
+def test_what_is_pinned_is_what_was_said_last() -> None:
+    from materialize_up import pinned_mib
+
+    said = [
+        {"action": "pool_pinned", "pinned_bytes": 64 << 20},
+        {"action": "pool_pinned", "pinned_bytes": 192 << 20},
+        {"action": "another"},
+    ]
+    assert pinned_mib(said, 5.0) == 192.0
+    assert pinned_mib([], 5.0) == 5.0

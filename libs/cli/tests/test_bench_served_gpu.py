@@ -280,7 +280,12 @@ def test_parts_are_joined_with_ratios_and_floors():
     from served_gpu_servers import cold_from_start
 
     ours = part(
-        "ours-4B", [90.0, 110.0], {name: {"first_token_s": 0.5} for name in ("first", "again")}
+        "ours-4B",
+        [90.0, 110.0],
+        {
+            name: {"first_token_s": 0.5, "phases_s": {"load": 0.1 * number}}
+            for number, name in enumerate(("first", "again"), 1)
+        },
     )
     theirs = part(
         "vllm-4B",
@@ -308,6 +313,8 @@ def test_parts_are_joined_with_ratios_and_floors():
         if "cold start" in name
     ]
     assert colds == [(120.0, None), (120.0, 50.0)]
+    phases = [one["our_phases_s"] for one in by_name.values() if "our_phases_s" in one]
+    assert phases == [{"load": 0.1}, {"load": 0.2}]
     assert document["missed"] == [
         "4B: 64 concurrent: output_tokens_per_s: 0.909 of vLLM's, floor 1.0",
         "vllm-4B: left out: x",

@@ -49,6 +49,18 @@ def test_strategies_are_what_was_measured(tmp_path: Path) -> None:
     assert made["eager"].prefill_tokens_per_s == pytest.approx(25_600)
 
 
+def test_results_of_another_device_are_read(tmp_path: Path) -> None:
+    from medusa_rows import document, read
+    from medusa_traces import rows_of
+
+    results = document(read(lines(tmp_path)))
+    for one in results["measurements"]:
+        one["what"] = f"on an H100: {one['what']}"
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results))
+    assert rows_of(file, SHAPE) == rows_of(lines(tmp_path), SHAPE)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     from medusa_traces import rows_of, strategies_of
 

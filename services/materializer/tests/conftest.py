@@ -3,12 +3,20 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from builds_rig import MODEL, Rig
+from sqlalchemy import URL, create_engine, delete, insert, text
+from sqlalchemy.pool import NullPool
 
+from pilotlight.common.db import tables
+from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.db.session import Database
 from pilotlight.common.service import Application, Context
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext
 from pilotlight.materializer.app import build
+from pilotlight.materializer.coordination import Upkeep
 from pilotlight.materializer.settings import MaterializerSettings
 
 Running = Callable[[], AbstractAsyncContextManager[tuple[Context, Application]]]
@@ -37,3 +45,32 @@ def running(
             await component.stop()
 
     return run
+
+
+@pytest.fixture
+def owner(module_database: URL) -> Any:
+    """The database, as its owner."""
+    engine = create_engine(module_database, poolclass=NullPool)
+    with engine.begin() as connection:
+        names = ("artifacts", "builds", "wants", "profiles", "outbox")
+        connection.execute(text("TRUNCATE " + ", ".join(f"materializer.{one}" for one in names)))
+        connection.execute(delete(tables.models))
+        connection.execute(
+            insert(tables.models).values(
+                name=MODEL.name,
+                digest=MODEL.digest,
+                body=to_row_json(MODEL),
+                created_at=text("now()"),
+                updated_at=text("now()"),
+            )
+        )
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+async def rig(running: Any, owner: Any) -> AsyncIterator[Rig]:
+    async with running() as (context, application):
+        (database,) = [one for one in application.components if isinstance(one, Database)]
+        (upkeep,) = [one for one in application.components if isinstance(one, Upkeep)]
+        yield Rig(bus=context.bus, store=context.store, database=database, upkeep=upkeep)

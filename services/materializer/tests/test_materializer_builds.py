@@ -1,203 +1,33 @@
 """Builds on a real NATS server and a real PostgreSQL: one builder each, taken up again, listed at
-once or not at all, collected.
+once or not at all.
 """
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+import asyncio
 from typing import Any
 
 import pytest
 from blake3 import blake3
-from sqlalchemy import URL, create_engine, delete, insert, select, text, update
-from sqlalchemy.pool import NullPool
+from builds_rig import DEADLINE_S, MODEL, Rig, artifact, claimed, of
+from sqlalchemy import select, text, update
 
-from pilotlight.common.bus import Bus
 from pilotlight.common.db import tables
-from pilotlight.common.db.mapping import to_row_json
-from pilotlight.common.db.session import Database
 from pilotlight.common.errors import CallerError, Conflict, CorruptChunk, NotFound
 from pilotlight.common.messages.artifacts import (
-    ASK_MATERIALS_SUBJECT,
-    CLAIM_BUILD_SUBJECT,
-    END_BUILD_SUBJECT,
     FIND_ARTIFACTS_SUBJECT,
     FINISH_BUILD_SUBJECT,
-    MATERIALIZE_SUBJECT,
-    REPORT_BUILD_SUBJECT,
     ArtifactPublished,
     ArtifactsFound,
-    AskMaterials,
-    BuildClaimed,
-    BuildHeard,
-    ClaimBuild,
-    ClaimedBuild,
-    EndBuild,
     FindArtifacts,
     FinishBuild,
-    Materialize,
-    Materials,
-    ReportBuild,
 )
 from pilotlight.common.messages.codec import encode_json
-from pilotlight.common.store import ObjectStore, artifact_key
-from pilotlight.materializer.coordination import Upkeep
-from pilotlight.policy.ids import Digest, WorkerId
+from pilotlight.common.store import artifact_key
+from pilotlight.policy.ids import Digest
 from pilotlight.policy.materialized import (
-    COMPILE_CACHE,
-    GRAPHS,
-    MAX_RANGES,
-    RANGE_GRAPHS,
-    Artifact,
     Blob,
-    Canary,
-    CompiledFor,
-    DecodeTime,
-    GraphLayout,
-    Layout,
-    PrefillTime,
-    Profile,
-    RangeGraphs,
-    range_kind,
 )
-from pilotlight.policy.model import Stage
-from pilotlight.policy.testing import environment, model
 
 pytestmark = pytest.mark.anyio
-
-DEADLINE_S = 5.0
-ROOM = 1 << 30
-HERE, MODEL = environment(), model("a")
-HALF = Stage(0, 2)
-
-
-@dataclass(kw_only=True)
-class Rig:
-    """A materializer, and workers and operators that ask it."""
-
-    bus: Bus
-    store: ObjectStore
-    database: Database
-    upkeep: Upkeep
-
-    async def claim(self, worker_id: str = "w1", **changes: Any) -> ClaimedBuild | None:
-        message = ClaimBuild(
-            worker_id=WorkerId(worker_id),
-            environment=environment(**changes),
-            room_bytes=ROOM,
-        )
-        found = await self.bus.request(
-            CLAIM_BUILD_SUBJECT, message, BuildClaimed, deadline_s=DEADLINE_S
-        )
-        return found.build
-
-    async def materialize(self) -> Materials:
-        message = Materialize(model=MODEL.name)
-        return await self.bus.request(
-            MATERIALIZE_SUBJECT, message, Materials, deadline_s=DEADLINE_S
-        )
-
-    async def materials(self) -> Materials:
-        message = AskMaterials(model=MODEL.name)
-        return await self.bus.request(
-            ASK_MATERIALS_SUBJECT, message, Materials, deadline_s=DEADLINE_S
-        )
-
-    async def report(self, claimed: ClaimedBuild, worker_id: str = "w1", **changes: Any) -> bool:
-        message = ReportBuild(
-            **{**_of(claimed, worker_id), "step": "load", "share": 0.5, **changes}
-        )
-        heard = await self.bus.request(
-            REPORT_BUILD_SUBJECT, message, BuildHeard, deadline_s=DEADLINE_S
-        )
-        return heard.yours
-
-    async def end(self, claimed: ClaimedBuild, worker_id: str = "w1", **changes: Any) -> bool:
-        message = EndBuild(**{**_of(claimed, worker_id), **changes})
-        heard = await self.bus.request(
-            END_BUILD_SUBJECT, message, BuildHeard, deadline_s=DEADLINE_S
-        )
-        return heard.yours
-
-    async def finish(
-        self, claimed: ClaimedBuild, worker_id: str = "w1", data: bytes = b"", **changes: Any
-    ) -> ArtifactPublished:
-        data = data or encode_json(artifact(claimed, **changes))
-        digest = Digest(blake3(data).hexdigest())
-        await self.report(claimed, worker_id, blobs=(digest,))
-        await self.store.put_if_absent(artifact_key(digest), data)
-        message = FinishBuild(
-            **_of(claimed, worker_id), manifest_digest=digest, size_bytes=len(data)
-        )
-        return await self.bus.request(
-            FINISH_BUILD_SUBJECT, message, ArtifactPublished, deadline_s=DEADLINE_S
-        )
-
-    async def set(self, **values: Any) -> None:
-        """What time would do."""
-        async with self.database.unit_of_work() as work:
-            await work.connection.execute(update(tables.builds).values(**values))
-
-
-def _of(claimed: ClaimedBuild, worker_id: str) -> dict[str, Any]:
-    return {
-        "fingerprint": claimed.fingerprint.digest,
-        "worker_id": WorkerId(worker_id),
-        "attempt": claimed.attempt,
-    }
-
-
-def artifact(claimed: ClaimedBuild, **changes: Any) -> Artifact:
-    values: dict[str, Any] = {
-        "format": 1,
-        "fingerprint": claimed.fingerprint,
-        "layout": Layout(
-            device_bytes=10, parameter_bytes=5, kv_bytes_per_token=1, kv_capacity_tokens=5
-        ),
-        "profile": Profile(
-            load_bytes_per_s=1.0,
-            prefill=(PrefillTime(tokens=10, seconds=0.5),),
-            decode=(DecodeTime(batch=1, context_tokens=8, seconds=0.1),),
-        ),
-        "canary": Canary(prompt_ids=(1,), output_ids=(2,)),
-        **changes,
-    }
-    return Artifact(**values)
-
-
-@pytest.fixture
-def owner(module_database: URL) -> Any:
-    """The database, as its owner."""
-    engine = create_engine(module_database, poolclass=NullPool)
-    with engine.begin() as connection:
-        names = ("artifacts", "builds", "wants", "profiles", "outbox")
-        connection.execute(text("TRUNCATE " + ", ".join(f"materializer.{one}" for one in names)))
-        connection.execute(delete(tables.models))
-        connection.execute(
-            insert(tables.models).values(
-                name=MODEL.name,
-                digest=MODEL.digest,
-                body=to_row_json(MODEL),
-                created_at=text("now()"),
-                updated_at=text("now()"),
-            )
-        )
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-async def rig(running: Any, owner: Any) -> AsyncIterator[Rig]:
-    async with running() as (context, application):
-        (database,) = [one for one in application.components if isinstance(one, Database)]
-        (upkeep,) = [one for one in application.components if isinstance(one, Upkeep)]
-        yield Rig(bus=context.bus, store=context.store, database=database, upkeep=upkeep)
-
-
-async def claimed(rig: Rig) -> ClaimedBuild:
-    await rig.materialize()
-    one = await rig.claim()
-    assert one is not None
-    return one
 
 
 async def test_what_is_asked_for_is_built_by_one_worker_and_listed(rig: Rig) -> None:
@@ -309,7 +139,7 @@ async def test_bytes_that_are_no_manifest_are_not_listed(rig: Rig) -> None:
     one = await claimed(rig)
     with pytest.raises(CallerError):
         await rig.finish(one, data=b"{}")
-    message = FinishBuild(**_of(one, "w1"), manifest_digest=Digest("0" * 64), size_bytes=3)
+    message = FinishBuild(**of(one, "w1"), manifest_digest=Digest("0" * 64), size_bytes=3)
     await rig.store.put_if_absent(artifact_key(Digest("0" * 64)), b"abc")
     with pytest.raises(CorruptChunk):
         await rig.bus.request(
@@ -330,67 +160,7 @@ async def test_auto_is_built_for_each_new_environment(rig: Rig, owner: Any) -> N
     assert other.fingerprint != one.fingerprint
 
 
-@pytest.mark.parametrize("kind", [GRAPHS, COMPILE_CACHE, range_kind(HALF)])
-async def test_blobs_are_listed_signed_and_collected_with_their_manifest(
-    rig: Rig, owner: Any, kind: str
-) -> None:
-    one, data = await claimed(rig), b"archive" * 100
-    layout = GraphLayout(slot=3, places=(), pool_bytes=9, trials=())
-    made_for = CompiledFor(compiler="triton", processor="sm_90", python=".so", libc="2")
-    half = RangeGraphs(layers=HALF, graphs=layout)
-    facts: dict[str, Any] = {"ranges": (half,)}
-    if not kind.startswith(RANGE_GRAPHS):
-        facts = {"graphs": layout} if kind == GRAPHS else {"compiled": made_for}
-    blob = Blob(kind=kind, digest=Digest(blake3(data).hexdigest()), size_bytes=len(data))
-    assert await rig.report(one, blobs=(blob.digest,) * MAX_RANGES)
-    key = artifact_key(blob.digest)
-    await rig.store.put_if_absent(key, data)
-    for changes in (facts, {"blobs": (blob,)}):
-        with pytest.raises(CallerError, match="or neither"):
-            await rig.finish(one, **changes)
-    large = replace(blob, size_bytes=blob.most_bytes + 1)
-    with pytest.raises(CallerError, match="at most"):
-        await rig.finish(one, blobs=(large,), **facts)
-    await rig.finish(one, blobs=(blob,), **facts)
-    message = FindArtifacts(fingerprint=one.fingerprint.digest)
-    found = await rig.bus.request(
-        FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S
-    )
-    listed = {info.kind: info.blob_digest for info in found.artifacts}
-    assert listed == {"manifest": listed["manifest"], kind: blob.digest}
-    await rig.upkeep.once()
-    assert await rig.store.exists(key), "what is listed stays"
-    with owner.begin() as connection:
-        connection.execute(delete(tables.models))
-    await rig.upkeep.once()
-    assert not await rig.store.exists(key)
-
-
-async def test_graphs_of_a_build_that_came_to_nothing_are_removed(rig: Rig) -> None:
-    one = await claimed(rig)
-    graphs = b"graphs" * 100
-    digest = Digest(blake3(graphs).hexdigest())
-    assert await rig.report(one, blobs=(digest,))
-    await rig.store.put_if_absent(artifact_key(digest), graphs)
-    await rig.upkeep.once()
-    assert await rig.store.exists(artifact_key(digest)), "the build goes on"
-    assert await rig.end(one, yielded=True)
-    await rig.upkeep.once()
-    assert not await rig.store.exists(artifact_key(digest))
-
-
-async def test_artifacts_of_a_model_that_is_gone_go_with_their_objects(
-    rig: Rig, owner: Any
-) -> None:
-    one = await claimed(rig)
-    published = await rig.finish(one)
-    key = artifact_key(published.artifact.blob_digest)
-    await rig.upkeep.once()
-    assert await rig.store.exists(key)
-    with owner.begin() as connection:
-        connection.execute(delete(tables.models))
-    await rig.upkeep.once()
-    assert not await rig.store.exists(key)
-    async with rig.database.reading() as connection:
-        for table in (tables.artifacts, tables.builds, tables.profiles):
-            assert (await connection.execute(select(table))).all() == []
+async def test_of_claims_at_the_same_moment_one_has_the_build(rig: Rig) -> None:
+    await rig.materialize()
+    found = await asyncio.gather(*(rig.claim(f"w{number}") for number in range(8)))
+    assert [one.attempt for one in found if one is not None] == [1]

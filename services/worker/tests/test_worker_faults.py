@@ -12,6 +12,7 @@ from typing import Any
 
 import faulty_child
 import pytest
+from structlog.testing import capture_logs
 
 from pilotlight.common.errors import EngineFailed as Refused
 from pilotlight.common.messages.engine import Run, StageLoaded, StepDone
@@ -235,9 +236,11 @@ def test_what_was_loaded_last_is_pinned_first_and_nothing_else() -> None:
     pins.want(50, 250)
     pins.want(990, 1000)
     assert pins.waiting
-    while pins.waiting:
-        pins.pin_one()
+    with capture_logs() as said:
+        while pins.waiting:
+            pins.pin_one()
     assert slabs.pinned == [900, 200, 100, 0]
+    assert [line["pinned_bytes"] for line in said] == [400], "told once, when all of it is"
     pins.want(120, 130)
     assert not pins.waiting, "it is pinned"
     pins.moved(memoryview(b""))

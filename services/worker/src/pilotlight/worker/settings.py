@@ -78,12 +78,13 @@ class WorkerSettings(ServiceSettings):
     artifact_graphs: bool = Field(
         default=False,
         description="Record captured decode steps and compiled kernels in artifacts for GPUs, and restore them in starts. "
-        "Off: not yet run in a whole system.",
+        "Off until whole systems have been measured with it beside requests.",
     )
     materialize_ranges: bool | None = Field(
         None,
         description="Where artifacts have graphs, they have those of the usual ranges of layers, too: halves and quarters, for stages of "
-        "models that several workers start. By default where `PILOTLIGHT_MAX_STAGES` is above 1 for workers, too; no GPU has run it yet.",
+        "models that several workers start. By default where `PILOTLIGHT_MAX_STAGES` is above 1 for workers, too; no group of GPUs has "
+        "run it yet.",
     )
     max_stages: int = Field(
         1,
@@ -94,17 +95,17 @@ class WorkerSettings(ServiceSettings):
     launch_lists: bool = Field(
         default=False,
         description="Where graphs are restored, a step whose kernels are loaded and whose graph is not ready is launched kernel by "
-        "kernel. Off: it waits for its graph; no GPU has run it yet.",
+        "kernel. Off: it waits for its graph; what it is worth is not measured.",
     )
     graph_pointers: Literal["addresses", "indirect"] = Field(
         "addresses",
         description="How graphs in artifacts know their memory: by its addresses, or by what their addresses point to, for which a "
-        "build records twice. For measurements; indirect: not yet run on a GPU.",
+        "build records twice. For measurements.",
     )
     graph_kernels: Literal["images", "symbol", "trigger"] = Field(
         "images",
         description="Where kernels of restored graphs come from: images in the artifact, symbols of libraries, or modules that the "
-        "first layer loads. For measurements; others than images: not yet run on a GPU.",
+        "first layer loads. For measurements.",
     )
     builds: bool = Field(
         True,

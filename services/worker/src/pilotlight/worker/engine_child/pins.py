@@ -75,6 +75,12 @@ class Pins:
         try:
             self._slabs.pin_next((slab * self._slab_bytes,))
             self._pinned.add(slab)
+            if not self._wanted:
+                log.info(
+                    "what was loaded of the host pool is pinned",
+                    action="pool_pinned",
+                    pinned_bytes=len(self._pinned) * self._slab_bytes,
+                )
         except EngineError as error:
             # What is pinned stays so until the pool moves: it serves, and its pages may not go
             # before they are taken back.
