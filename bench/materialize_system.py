@@ -1,5 +1,5 @@
-"""A whole system with a model that can start from its artifact, for ways of ``bench/materialize.py``
-that measure through all of it.
+"""A whole system with a model that can start from its artifact, for ways of
+``bench/materialize.py`` that measure through all of it.
 
 ``pilotlight up`` (NATS, PostgreSQL, objects, gateway, one worker) has a model with random weights
 in its host pool and an artifact of it in its store. Requests are sent by threads, and timed on the

@@ -1,4 +1,5 @@
-"""A cold start in a worker that is up, through the whole system: ``up`` of ``bench/materialize.py``.
+"""A cold start in a worker that is up, through the whole system: ``up`` of
+``bench/materialize.py``.
 
 A system has a model in its host pool and an artifact of it in its store
 (``materialize_system.py``), and its engine has loaded the model before. Then, ``ROUNDS`` times: the

@@ -137,7 +137,8 @@ def test_a_product_of_rows(
 
 @pytest.mark.parametrize(
     ("by_block", "shape"),
-    [(True, shape) for shape in BLOCK_GEMM_TILINGS] + [(False, shape) for shape in ROW_GEMM_TILINGS],
+    [(True, shape) for shape in BLOCK_GEMM_TILINGS]
+    + [(False, shape) for shape in ROW_GEMM_TILINGS],
 )
 def test_measured_tilings_give_their_products(
     device: torch.device, by_block: bool, shape: tuple[int, int, int]

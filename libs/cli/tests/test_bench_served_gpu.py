@@ -279,14 +279,8 @@ def test_parts_are_joined_with_ratios_and_floors():
     from served_gpu_join import joined, table
     from served_gpu_servers import cold_from_start
 
-    ours = part(
-        "ours-4B",
-        [90.0, 110.0],
-        {
-            name: {"first_token_s": 0.5, "phases_s": {"load": 0.1 * number}}
-            for number, name in enumerate(("first", "again"), 1)
-        },
-    )
+    cold = {"first_token_s": 0.5, "phases_s": {"load": 0.1}}
+    ours = part("ours-4B", [90.0, 110.0], {"first": cold, "again": cold})
     theirs = part(
         "vllm-4B",
         [80.0, 140.0],
@@ -314,7 +308,7 @@ def test_parts_are_joined_with_ratios_and_floors():
     ]
     assert colds == [(120.0, None), (120.0, 50.0)]
     phases = [one["our_phases_s"] for one in by_name.values() if "our_phases_s" in one]
-    assert phases == [{"load": 0.1}, {"load": 0.2}]
+    assert phases == [{"load": 0.1}] * 2
     assert document["missed"] == [
         "4B: 64 concurrent: output_tokens_per_s: 0.909 of vLLM's, floor 1.0",
         "vllm-4B: left out: x",

@@ -1,5 +1,5 @@
-"""What of artifacts goes, from rows and store: of models that are gone, superseded, of builds that came
-to nothing.
+"""What of artifacts goes, from rows and store: of models that are gone, superseded, of builds that
+came to nothing.
 """
 
 from dataclasses import replace
