@@ -248,10 +248,12 @@ async def test_the_room_of_a_part_that_is_given_up_is_free_once_nobody_is_sent_i
     gate, behind_source = await gated(chain, source, 3 * UNIT_BYTES)
     slow, behind_a = await gated(chain, a, UNIT_BYTES)
     first, second = order(a, registered, [behind_source]), order(b, registered, [behind_a, source])
+    pool = a.node.pool
     await until(lambda: gate.is_held_up and slow.is_held_up)
+    # The first part is verified beside what comes behind it.
+    await until(lambda: pool.find(registered.model.digest, 0) is not None)
     a.node.copies.release(first)
     await until(lambda: a.node.copies.held(registered.model.digest, 1, 0) is None)
-    pool = a.node.pool
     kept = pool.find(registered.model.digest, 0)
     assert pool.free_bytes < pool.geometry.data_bytes - kept.extent.size_bytes
     slow.open()
