@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import httpcore2
+import nats
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -65,7 +66,17 @@ def one_tls_context() -> Generator[None]:
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     """A nats-server with JetStream and without authentication."""
     server = NatsServer(tmp_path_factory.mktemp("nats"), free_port(), server_config({}))
-    asyncio.run(server.start())
+
+    async def start() -> None:
+        await server.start()
+        # Behind an account's last stream the server removes the folder of its streams, and one that
+        # is made at that moment fails ("error creating store for stream"): each test ends with its
+        # own. So one stays.
+        client = await nats.connect(server.url)
+        await client.jetstream().add_stream(name="stays", subjects=["stays"])
+        await client.close()
+
+    asyncio.run(start())
     try:
         yield server.url
     finally:
