@@ -207,6 +207,31 @@ def test_what_is_cancelled_enters_no_pages(native: Library, descriptor: int) -> 
     os.close(pool)
 
 
+def run_cancelled(read: FileRead) -> None:
+    with pytest.raises(ReadCancelled):
+        read.run()
+
+
+def test_after_a_cancel_no_page_is_entered(native: Library) -> None:
+    size_bytes = 256 * 1024 * 1024
+    pool = os.memfd_create("pool")
+    os.truncate(pool, size_bytes)
+    with mmap.mmap(pool, size_bytes) as mapped, memoryview(mapped) as memory:
+        read = FileRead(native, memory, (0, size_bytes), size_bytes, (), Backing(pool, 0))
+        thread = threading.Thread(target=run_cancelled, args=(read,))
+        thread.start()
+        while not os.fstat(pool).st_blocks:
+            pass
+        read.cancel()
+        entered = os.fstat(pool).st_blocks
+        thread.join(10.0)
+        assert not thread.is_alive()
+        del read
+    assert os.fstat(pool).st_blocks == entered
+    assert entered * 512 < size_bytes
+    os.close(pool)
+
+
 def test_pages_that_cannot_be_entered_ahead_come_as_they_are_written(
     native: Library, descriptor: int
 ) -> None:

@@ -47,6 +47,8 @@ constexpr long CACHESTAT = 451;
 
 // What is read before it is hashed: little enough for the second cache of a core.
 constexpr std::uint64_t STEP_BYTES = 256 << 10;
+// What is entered in a file at once: a cancel waits for no more, and behind it the descriptor may be another file's.
+constexpr std::uint64_t ENTERED_BYTES = 2 << 20;
 // What is hashed at once but for a unit's end: as many of BLAKE3's chunks as the widest vectors take.
 constexpr std::uint64_t HASH_BYTES = MAX_SIMD_DEGREE * BLAKE3_CHUNK_LEN;
 
@@ -135,12 +137,12 @@ class FileRead {
         if (backing_.descriptor < 0) return true;
         static std::mutex one_at_a_time;
         std::lock_guard turn(one_at_a_time);
-        {
+        for (std::uint64_t at = position_; at < stop_; at += ENTERED_BYTES) {
+            std::uint64_t bytes = stop_ - at < ENTERED_BYTES ? stop_ - at : ENTERED_BYTES;
             std::lock_guard guard(lock_);
             if (cancelled_) return false;
+            if (fallocate(backing_.descriptor, FALLOC_FL_KEEP_SIZE, static_cast<off_t>(backing_.offset + at), static_cast<off_t>(bytes))) break;
         }
-        off_t start = static_cast<off_t>(backing_.offset + position_), bytes = static_cast<off_t>(stop_ - position_);
-        (void)!fallocate(backing_.descriptor, FALLOC_FL_KEEP_SIZE, start, bytes);
         return true;
     }
 
