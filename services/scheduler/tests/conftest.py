@@ -50,6 +50,7 @@ async def owner(
             tables.timings,
             tables.models,
             tables.drains,
+            tables.profiles,
         ):
             await work.connection.execute(delete(table))
     yield owner

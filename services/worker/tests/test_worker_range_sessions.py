@@ -29,7 +29,11 @@ async def test_an_engine_of_a_build_loads_one_range_after_the_other(tmp_path: Pa
             rooms[layers] = await session.load(pool.model, 64 << 20, layers=layers)
             await session.unload()
         whole = await session.load(pool.model, 64 << 20)
+        took = session.took
     finally:
         await session.close()
+    assert (took.load_s or 0.0) > 0
+    assert (took.init_s or 0.0) > 0
+    assert took.restore_s is None, "there was no artifact"
     assert len(rooms) == 2
     assert min(rooms.values()) > whole > 0, "less of the memory is parameters"
