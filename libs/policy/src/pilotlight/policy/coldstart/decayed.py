@@ -53,8 +53,8 @@ def mean_after(known: Mean | None, sample: float | None, *, of_rates: bool = Fal
 
 
 def offline(known: Mean | None, figure: float) -> Mean | None:
-    """A figure that was measured offline, where no sample has shown one; what is known where it has,
-    or where the figure is none that is above zero.
+    """A figure that was measured offline, where no sample has shown one; what is known where one
+    has, or where the figure is none that is above zero.
     """
     if not 0 < figure < math.inf or (known is not None and known.samples > 0):
         return known
