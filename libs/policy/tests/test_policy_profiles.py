@@ -15,6 +15,7 @@ from pilotlight.policy.coldstart.profiles import seeded, seeded_estimates
 from pilotlight.policy.coldstart.search import choose_start
 from pilotlight.policy.coldstart.servers import StartRequest, StartRules
 from pilotlight.policy.coldstart.timings import Probe, StageSample, Timings
+from pilotlight.policy.cost import estimate_for
 from pilotlight.policy.coverage import LoadSeconds, load_seconds, seconds_of
 from pilotlight.policy.estimates import (
     ColdStartSample,
@@ -152,6 +153,19 @@ def test_a_profile_alone_does_not_say_how_long_a_whole_start_takes() -> None:
     _, estimates = profiled((MODEL, MEASURED))
     snapshot = Snapshot(now_s=NOW_S, epoch=Epoch(1), estimates=estimates)
     assert start_s(MODEL, snapshot) == MODEL.slo.ttft_ms / 1000
+
+
+def test_what_a_model_is_fetched_at_anywhere_is_told_by_a_kind_on_which_it_was_started() -> None:
+    _, estimates = profiled((MODEL, MEASURED))
+    sample = ColdStartSample(
+        model=MODEL.name, device_kind=DeviceKind.CUDA, ttft_s=3.0, fetch_bytes_per_s=10.0
+    )
+    found = estimate_for(MODEL.name, None, with_estimates(estimates, (learn(None, sample),)))
+    assert found is not None
+    assert found.fetch_bytes_per_s == 10.0
+    offline = estimate_for(MODEL.name, None, estimates)
+    assert offline is not None
+    assert offline.samples == 0
 
 
 def test_what_starts_take_beside_the_bytes_counts_as_far_as_it_was_seen() -> None:

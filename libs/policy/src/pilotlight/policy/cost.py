@@ -287,8 +287,13 @@ def may_be_whole(model: Model, stage: Stage, device_bytes: int) -> bool:
 def estimate_for(
     model: ModelName, device_kind: DeviceKind | None, estimates: Estimates
 ) -> Estimate | None:
-    """What is known of a model on a kind of device; on any, without one."""
+    """What is known of a model on a kind of device; on any, without one, and first of all on one
+    on which it was started.
+    """
+    profiled = None
     for estimate in estimates.get(model, ()):
         if device_kind is None or estimate.device_kind is device_kind:
-            return estimate
-    return None
+            if estimate.samples:
+                return estimate
+            profiled = profiled or estimate
+    return profiled
