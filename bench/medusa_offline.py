@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from engine_gpu_weights import DEVIATION, spec_of
 
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.codec import decode_json
 from pilotlight.common.messages.graphs import GraphWays
@@ -151,7 +152,7 @@ async def measure(model: Model, source: Any, options: ChildOptions) -> Told:
         each = replace(
             options, record_images=record_images, note_kernels=note_kernels, witness=witness
         )
-        return BuildSession(ProcessEngine(each), source, WorkerId("bench"))
+        return BuildSession(ProcessEngine(each), source, WorkerId("bench"), SystemClock())
 
     session = make()
     environment = (await session.start()).environment

@@ -32,7 +32,10 @@ from pilotlight.common.settings import BusSettings, DatabaseSettings, ServiceSet
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.common.waiting import cancel_all, within
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coldstart.decayed import Mean
+from pilotlight.policy.coldstart.timings import OfModel
 from pilotlight.policy.ids import ModelName
+from pilotlight.policy.materialized import Profile
 from pilotlight.policy.plan import Estimate
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -366,3 +369,22 @@ def test_facts_survive_their_row() -> None:
     assert from_row_json(row, Estimate) == fact
     with pytest.raises(InternalError, match="Estimate"):
         from_row_json({"model": "m"}, Estimate)
+
+
+def test_rows_of_a_release_without_miss_penalties_are_read() -> None:
+    """Of profiles, of estimates, and of what was learned of a model."""
+    profile = from_row_json({"load_bytes_per_s": 1.0, "prefill": [], "decode": []}, Profile)
+    assert (profile.load_s, profile.init_s, profile.restore_s) == (0.0, 0.0, 0.0)
+    estimate = {
+        "model": "m",
+        "device_kind": "sim",
+        "fetch_bytes_per_s": 1.5,
+        "load_bytes_per_s": 2.5,
+        "prefill_s": 0.1,
+        "cold_ttft_s": 1.0,
+        "samples": 3,
+    }
+    assert from_row_json(estimate, Estimate).init_s == 0.0
+    learned = from_row_json({"init": {"value": 1.0, "spread": 0.5, "samples": 2}}, OfModel)
+    assert learned == OfModel(init=Mean(1.0, 0.5, 2))
+    assert from_row_json(to_row_json(learned), OfModel) == learned

@@ -21,6 +21,7 @@ from pilotlight.common.messages.graphs import (
     StageKernels,
 )
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.policy.coverage import LoadSeconds
 from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import (
     COMPILE_CACHE,
@@ -66,6 +67,7 @@ class Session:
         self.precomputed = Precomputed()
         self.recorded: GraphsRecorded | None = None
         self.graphs: StageGraphs | None = None
+        self.took = LoadSeconds()
 
     async def start(self) -> EngineUp:
         engines = self.engines
@@ -118,6 +120,7 @@ class Session:
             self.graphs = engines.restored
             if engines.proof_fails is not None:
                 raise engines.proof_fails
+        self.took = engines.restores_in if artifact else engines.loads_in
         parts = ["record"] if record else ["graphs"] if graphs else []
         parts += ["kernels"] if self.precomputed.kernels else []
         engines.loads.append(" ".join(parts) or "plain")
@@ -182,6 +185,9 @@ class Engines:
         """The token that restored kernels give."""
         self.loads: list[str] = []
         self.read: list[bytes] = []
+        self.loads_in = LoadSeconds(load_s=2.0, init_s=6.0)
+        self.restores_in = LoadSeconds(load_s=1.0, restore_s=0.25)
+        """What loads take without an artifact and with one."""
         self.writes = ARCHIVE
         self.recorded = GraphsRecorded(layout=LAYOUT, blob=BLOB)
         self.restored = StageGraphs(instance_id=InstanceId("build"), ready=2, proved=2)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pool_files import PoolFile
 
+from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.messages.pool import PartReady
@@ -72,7 +73,7 @@ def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
             note_kernels=note_kernels,
             witness=witness,
         )
-        return BuildSession(ProcessEngine(options), source, WorkerId("worker-1"))
+        return BuildSession(ProcessEngine(options), source, WorkerId("worker-1"), SystemClock())
 
     return make
 

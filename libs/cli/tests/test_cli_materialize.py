@@ -95,6 +95,18 @@ def test_the_bar_shows_each_step_of_the_build(
     )
 
 
+def test_what_its_profile_says_of_loads_is_told(
+    screen: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {**MANIFEST, "load_bytes_per_s": 2.5e9, "init_s": 1.5, "restore_s": 0.25}
+    assert run(Gateway(materials(artifacts=(measured,))), monkeypatch) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "prompts at 1,234 tokens/s; from a node's memory at 2,384 MiB/s, and 0.250 s beside that "
+        "in the place of 1.500 s" in told
+    )
+
+
 def test_what_is_there_is_told_at_once(
     screen: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ async def test_what_is_asked_for_is_built_by_one_worker_and_listed(rig: Rig) -> 
     (listed,) = found.artifacts
     assert listed.made_for == one.fingerprint
     assert listed.prefill_tokens_per_s == 20.0
+    assert (listed.load_bytes_per_s, listed.init_s, listed.restore_s) == (10.0, 1.5, 0.25)
     message = FindArtifacts(fingerprint=one.fingerprint.digest)
     trusted = await rig.bus.request(
         FIND_ARTIFACTS_SUBJECT, message, ArtifactsFound, deadline_s=DEADLINE_S
@@ -58,6 +59,7 @@ async def test_what_is_asked_for_is_built_by_one_worker_and_listed(rig: Rig) -> 
     async with rig.database.reading() as connection:
         profile = (await connection.execute(select(tables.profiles))).one()
     assert (profile.model, profile.device_kind) == (MODEL.name, "cpu")
+    assert [profile.body[name] for name in ("load_s", "init_s", "restore_s")] == [0.5, 1.5, 0.25]
 
 
 async def test_a_stale_artifact_says_what_it_was_made_for(rig: Rig) -> None:

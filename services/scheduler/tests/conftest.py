@@ -57,6 +57,7 @@ async def owner(
             tables.timings,
             tables.models,
             tables.drains,
+            tables.profiles,
         ):
             await work.connection.execute(delete(table))
     yield owner

@@ -89,6 +89,19 @@ def test_each_field_of_a_signature_matters(model: Model) -> None:
         checked(signed(Digest("0" * 64), data), data, good.fingerprint, key)
 
 
+def test_a_manifest_of_a_release_without_miss_penalties_is_as_good_as_before(model: Model) -> None:
+    good = an_artifact(model)
+    told = msgspec.json.decode(encode_json(good))
+    for name in ("load_s", "init_s", "restore_s"):
+        del told["profile"][name]
+    old = msgspec.json.encode(told)
+    found = checked(
+        signed(good.fingerprint.digest, old), old, good.fingerprint, CLUSTER_KEY.encode()
+    )
+    assert found == good
+    assert (found.profile.load_s, found.profile.init_s, found.profile.restore_s) == (0.0, 0.0, 0.0)
+
+
 def test_one_bit_of_any_byte_of_a_manifest_refuses_it(model: Model) -> None:
     good = an_artifact(model)
     data, key = encode_json(good), CLUSTER_KEY.encode()

@@ -14,6 +14,7 @@ from pilotlight.common.messages.graphs import (
     StageGraphs,
     StageKernels,
 )
+from pilotlight.policy.coverage import LoadSeconds
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Model
 from pilotlight.worker.build_tour import tour
@@ -29,6 +30,25 @@ async def test_graphs_are_recorded_in_one_engine_and_proved_in_another(model: Mo
     assert built.archives == {BLOB.digest: ARCHIVE, KERNELS_BLOB.digest: KERNELS}
     assert (artifact.graphs, artifact.graphs_refused) == (LAYOUT, "")
     assert artifact.blobs == (KERNELS_BLOB, BLOB)
+
+
+async def test_its_profile_says_what_loads_without_it_and_with_it_took(model: Model) -> None:
+    engines = Engines()
+    _, artifact = await engines.build(model)
+    profile = artifact.profile
+    assert (profile.load_s, profile.init_s) == (2.0, 6.0), "of the engine that loaded it first"
+    assert profile.restore_s == 0.25, "of the one that restored it"
+    whole = model.device_bytes(model.spec.whole)
+    assert profile.model_bytes_per_s(whole) == whole / 2.0
+
+
+async def test_what_an_engine_does_not_say_is_not_in_the_profile(model: Model) -> None:
+    engines = Engines()
+    engines.loads_in = engines.restores_in = LoadSeconds()
+    _, artifact = await engines.build(model)
+    profile = artifact.profile
+    assert (profile.load_s, profile.init_s, profile.restore_s) == (0.0, 0.0, 0.0)
+    assert profile.model_bytes_per_s(1) == 0.0
 
 
 async def test_what_addresses_point_to_is_told_by_two_engines(model: Model) -> None:

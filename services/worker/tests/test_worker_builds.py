@@ -198,6 +198,10 @@ async def test_what_was_built_is_restored(
     assert {one.batch for one in artifact.profile.decode} == {1, 2, 4, 8, 16}
     assert all(one.seconds > 0 for one in artifact.profile.decode)
     assert len(artifact.canary.output_ids) == 6
+    profile = artifact.profile
+    measured = (profile.load_s, profile.init_s, profile.restore_s)
+    assert min(measured) > 0, measured
+    assert profile.load_s + profile.init_s < BUILD_S
     assert info.blob_digest in {blob for one in materializer.reports for blob in one.blobs}
     shares = [one.share for one in materializer.reports]
     assert shares == sorted(shares)

@@ -13,6 +13,7 @@ from pilotlight.common.errors import DeadlineExceeded, error_of
 from pilotlight.common.waiting import block
 
 LOOK_S = 0.3
+MIB = 1024 * 1024
 
 
 def materialize(
@@ -71,13 +72,23 @@ def materialize(
         emit_json({**found, "took_s": round(took_s, 3)})
     else:
         told = "has been materialized before" if known else f"is materialized after {took_s:.1f} s"
-        rate = done["prefill_tokens_per_s"] if done else 0.0
-        console.print(f"{name} {told}; prompts at {rate:,.0f} tokens/s", markup=False)
+        console.print(f"{name} {told}{_figures(done) if done else ''}", markup=False)
     return 0
 
 
 def _done(found: dict[str, Any]) -> dict[str, Any] | None:
     return next((one for one in found["artifacts"] if one["kind"] == "manifest"), None)
+
+
+def _figures(done: dict[str, Any]) -> str:
+    """What its profile says, as far as it was measured."""
+    told = f"; prompts at {done['prefill_tokens_per_s']:,.0f} tokens/s"
+    # An artifact of an earlier release, or a gateway of one, says no more.
+    if rate := done.get("load_bytes_per_s"):
+        told += f"; from a node's memory at {rate / MIB:,.0f} MiB/s"
+    if (restore_s := done.get("restore_s")) and (init_s := done.get("init_s")):
+        told += f", and {restore_s:.3f} s beside that in the place of {init_s:.3f} s"
+    return told
 
 
 def _waits(found: dict[str, Any]) -> str:

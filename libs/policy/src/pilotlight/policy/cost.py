@@ -192,8 +192,9 @@ def stage_cost(
     share = model.spec.stage_bytes(stage) / max(1, model.spec.total_bytes)
     fetch_rate = fetch_bytes_per_s(node, estimate)
     device_rate = load_rate = known_rate(worker.device.load_bytes_per_s)
-    prefill_s = GUESSED_PREFILL_S
+    prefill_s, init_s = GUESSED_PREFILL_S, 0.0
     if estimate is not None:
+        init_s = estimate.init_s
         load_rate = estimate.load_bytes_per_s if estimate.load_bytes_per_s > 0 else load_rate
         prefill_s = estimate.prefill_s if estimate.prefill_s > 0 else prefill_s
     device_bytes = model.device_bytes(stage)
@@ -204,6 +205,7 @@ def stage_cost(
         # One token reads every parameter once, and a device reads its memory no slower than it is
         # filled from outside.
         decode_s=transfer_s(device_bytes, device_rate),
+        init_s=init_s,
     )
 
 
@@ -285,8 +287,13 @@ def may_be_whole(model: Model, stage: Stage, device_bytes: int) -> bool:
 def estimate_for(
     model: ModelName, device_kind: DeviceKind | None, estimates: Estimates
 ) -> Estimate | None:
-    """What is known of a model on a kind of device; on any, without one."""
+    """What is known of a model on a kind of device; on any, without one, and first of all on one
+    on which it was started.
+    """
+    profiled = None
     for estimate in estimates.get(model, ()):
         if device_kind is None or estimate.device_kind is device_kind:
-            return estimate
-    return None
+            if estimate.samples:
+                return estimate
+            profiled = profiled or estimate
+    return profiled

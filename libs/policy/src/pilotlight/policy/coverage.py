@@ -14,7 +14,7 @@ start it explains.
     coverage = covered / window
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pilotlight.policy.phase import Moment, Phase, PhaseName
@@ -57,6 +57,22 @@ class Coverage:
     """By phase, in order of first start; ``queue`` too, and what lies outside the window."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSeconds:
+    """What a start took from the host pool on, in seconds, by its phases: the terms of a miss
+    (mCache, section 4) that do not depend on where its bytes come from. None: it had no such phase.
+
+    The scheduler learns these from starts, and a build writes them into its profile.
+    """
+
+    load_s: float | None = None
+    """Parameters from the host pool to the device, without what their conversion took."""
+    init_s: float | None = None
+    """Leasing them and making room, of a start that restored nothing."""
+    restore_s: float | None = None
+    """The same of one that restored an artifact, in the place of ``init_s``."""
+
+
 Interval = tuple[float, float]
 """Half-open [start, end), seconds on one axis."""
 
@@ -72,19 +88,8 @@ def coverage_of(phases: Iterable[Phase], dispatched: Moment, first_token: Moment
     offset_s = dispatched.wall_offset_s
     start_s = dispatched.at_s
     end_s = max(start_s, aligned_s(first_token.at_s, first_token.wall_offset_s, offset_s))
-    by_name: dict[PhaseName, list[Interval]] = {}
-    for phase in sorted(
-        phases, key=lambda one: aligned_s(one.start_s, one.wall_offset_s, offset_s)
-    ):  # 1
-        interval = (
-            aligned_s(phase.start_s, phase.wall_offset_s, offset_s),
-            aligned_s(phase.end_s, phase.wall_offset_s, offset_s),
-        )
-        by_name.setdefault(phase.name, []).append(interval)
-    seconds = tuple(
-        PhaseSeconds(name=name, seconds=total_s(union(intervals)))
-        for name, intervals in by_name.items()
-    )  # 2
+    by_name = _intervals(phases, offset_s)  # 1
+    seconds = _seconds(by_name)  # 2
     work = [
         interval
         for name, intervals in by_name.items()
@@ -100,6 +105,22 @@ def coverage_of(phases: Iterable[Phase], dispatched: Moment, first_token: Moment
         coverage=min(1.0, covered_s / window_s) if window_s > 0 else 1.0,
         gaps=_gaps(covered, start_s, end_s),  # 4
         seconds=seconds,
+    )
+
+
+def seconds_of(phases: Iterable[Phase], wall_offset_s: float) -> tuple[PhaseSeconds, ...]:
+    """Seconds by phase, on the axis of the host with this offset: as ``coverage_of`` has them."""
+    return _seconds(_intervals(phases, wall_offset_s))
+
+
+def load_seconds(seconds: Iterable[PhaseSeconds]) -> LoadSeconds:
+    """What the phases of a start say of its load. A restored one may have some ``init``, too."""
+    by_name = {one.name: one.seconds for one in seconds}
+    began_s, restored_s = by_name.get(PhaseName.INIT), by_name.get(PhaseName.RESTORE)
+    return LoadSeconds(
+        load_s=by_name.get(PhaseName.LOAD),
+        init_s=began_s if restored_s is None else None,
+        restore_s=restored_s + (began_s or 0.0) if restored_s is not None else None,
     )
 
 
@@ -140,6 +161,27 @@ def union(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
 def total_s(disjoint: Sequence[Interval]) -> float:
     """Summed length of disjoint intervals."""
     return sum(end - start for start, end in disjoint)
+
+
+def _intervals(phases: Iterable[Phase], offset_s: float) -> dict[PhaseName, list[Interval]]:
+    """Of each phase on one axis, in order of first start."""
+    by_name: dict[PhaseName, list[Interval]] = {}
+    for phase in sorted(
+        phases, key=lambda one: aligned_s(one.start_s, one.wall_offset_s, offset_s)
+    ):
+        interval = (
+            aligned_s(phase.start_s, phase.wall_offset_s, offset_s),
+            aligned_s(phase.end_s, phase.wall_offset_s, offset_s),
+        )
+        by_name.setdefault(phase.name, []).append(interval)
+    return by_name
+
+
+def _seconds(by_name: Mapping[PhaseName, Sequence[Interval]]) -> tuple[PhaseSeconds, ...]:
+    return tuple(
+        PhaseSeconds(name=name, seconds=total_s(union(intervals)))
+        for name, intervals in by_name.items()
+    )
 
 
 def _gaps(covered: Sequence[Interval], start_s: float, end_s: float) -> tuple[Gap, ...]:

@@ -47,17 +47,19 @@ class ColdStartSample:
 
 def learn(known: Estimate | None, sample: ColdStartSample) -> Estimate:
     """The estimate after one more sample: an exponentially weighted mean, the first sample as it
-    is.
+    is. What a start takes beside the bytes stays: that is learned by ``Timings``.
     """
-    if known is None:
+    if known is None or known.samples == 0:
+        profiled = (0.0, 0.0) if known is None else (known.load_bytes_per_s, known.init_s)
         return Estimate(
             model=sample.model,
             device_kind=sample.device_kind,
             fetch_bytes_per_s=sample.fetch_bytes_per_s or 0.0,
-            load_bytes_per_s=sample.load_bytes_per_s or 0.0,
+            load_bytes_per_s=sample.load_bytes_per_s or profiled[0],
             prefill_s=sample.prefill_s or 0.0,
             cold_ttft_s=sample.ttft_s,
             samples=1,
+            init_s=profiled[1],
         )
     return replace(
         known,
@@ -99,8 +101,9 @@ def estimate_among_others(
     Raw figures of one or two loads differ by factors between equal models, and a guess for a model
     of which nothing is known by more: its copies would go before all others, or never.
 
-    1. of a model that was never loaded, what is usual
-    2. of one that was, its own pace of loading counts beside the usual one as far as it was seen
+    1. of a model that was never loaded, not even by a build, what is usual
+    2. of one that was, its own pace of loading, and what its starts take beside that, count beside
+       the usual ones as far as they were seen; a profile counts as one start
 
     Args:
         model: Whose.
@@ -111,14 +114,16 @@ def estimate_among_others(
     usual = estimate_for(ANY_MODEL, device_kind, estimates)
     if own is None or usual is None:  # 1
         return own or usual
-    if own.load_bytes_per_s <= 0 or usual.load_bytes_per_s <= 0:
-        return replace(own, load_bytes_per_s=own.load_bytes_per_s or usual.load_bytes_per_s)
     # 2: a weighted mean is one of no more samples than this
-    seen = min(own.samples, (2.0 - WEIGHT) / WEIGHT)
-    s_per_byte = (seen / own.load_bytes_per_s + USUAL_SAMPLES / usual.load_bytes_per_s) / (
-        seen + USUAL_SAMPLES
-    )
-    return replace(own, load_bytes_per_s=1.0 / s_per_byte)
+    seen = min(max(1, own.samples), (2.0 - WEIGHT) / WEIGHT)
+    all_seen = seen + USUAL_SAMPLES
+    init_s = own.init_s or usual.init_s
+    if own.init_s > 0 and usual.init_s > 0:
+        init_s = (seen * own.init_s + USUAL_SAMPLES * usual.init_s) / all_seen
+    load = own.load_bytes_per_s or usual.load_bytes_per_s
+    if own.load_bytes_per_s > 0 and usual.load_bytes_per_s > 0:
+        load = all_seen / (seen / own.load_bytes_per_s + USUAL_SAMPLES / usual.load_bytes_per_s)
+    return replace(own, load_bytes_per_s=load, init_s=init_s)
 
 
 def differ_much(before: Estimates, after: Estimates) -> bool:
@@ -128,7 +133,11 @@ def differ_much(before: Estimates, after: Estimates) -> bool:
         return {
             (one.device_kind, name): figure
             for one in estimates.get(ANY_MODEL, ())
-            for name, figure in (("fetch", one.fetch_bytes_per_s), ("load", one.load_bytes_per_s))
+            for name, figure in (
+                ("fetch", one.fetch_bytes_per_s),
+                ("load", one.load_bytes_per_s),
+                ("init", one.init_s),
+            )
         }
 
     had, has = figures(before), figures(after)
@@ -152,6 +161,7 @@ def _usual(by_name: Estimates) -> tuple[Estimate, ...]:
             prefill_s=_median(one.prefill_s for one in found),
             cold_ttft_s=_median(one.cold_ttft_s for one in found),
             samples=len(by_name.keys() - {ANY_MODEL}),
+            init_s=_median(one.init_s for one in found),
         )
         for kind, found in by_kind.items()
     )

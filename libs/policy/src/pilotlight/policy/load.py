@@ -33,7 +33,9 @@ def carried(instances: Iterable[Instance]) -> tuple[int, int]:
 def start_s(model: Model, snapshot: Snapshot) -> float:
     """How long a start of a model takes, in seconds: as its cold starts took, or else its SLO."""
     known = snapshot.estimates.get(model.name, ())
-    return min((one.cold_ttft_s for one in known), default=model.slo.ttft_ms / 1000)
+    # A profile says nothing of that.
+    seen = (one.cold_ttft_s for one in known if one.samples)
+    return min(seen, default=model.slo.ttft_ms / 1000)
 
 
 def expected_requests(model: Model, snapshot: Snapshot) -> float:

@@ -156,12 +156,27 @@ class DecodeTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Timings of a model on a device, measured offline."""
+    """Timings of a model on a device, measured in MEDUSA's offline phase (section 3)."""
 
     load_bytes_per_s: float
-    """From the host pool to the device, as the engine's probe found it."""
+    """From the host pool to the device, as the engine's probe found it, of no model."""
     prefill: tuple[PrefillTime, ...]
     decode: tuple[DecodeTime, ...]
+    load_s: float = 0.0
+    """What the model's parameters took from the host pool to the device in the build's own load
+    (``coverage.LoadSeconds``, as of the next two); 0: not measured."""
+    init_s: float = 0.0
+    """What that load took beside them, without the artifact; 0: not measured."""
+    restore_s: float = 0.0
+    """What the load of a second process took beside them, with the artifact; 0: not measured."""
+
+    def model_bytes_per_s(self, device_bytes: int) -> float:
+        """From the host pool to the device, as the model itself showed it; 0: not measured.
+
+        Args:
+            device_bytes: of its parameters, as they lie on the device.
+        """
+        return device_bytes / self.load_s if self.load_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ def on_clock(instance: Instance, since_s: float) -> Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Timings of one model on one device kind, learned from its own cold starts."""
+    """Timings of one model on one device kind, learned from its own cold starts; 0: not known."""
 
     model: ModelName
     device_kind: DeviceKind
@@ -157,6 +157,9 @@ class Estimate:
     prefill_s: float
     cold_ttft_s: float
     samples: int
+    """Starts; 0: its profile alone, which was measured offline (``coldstart.profiles``)."""
+    init_s: float = 0.0
+    """What its next start takes beside the bytes, init or restore (``Timings.init_s``)."""
 
 
 Estimates = Mapping[ModelName, tuple[Estimate, ...]]

@@ -3,6 +3,7 @@
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy import ColumnElement, func
 
 from pilotlight.common.db import tables
@@ -75,15 +76,24 @@ def waiting_row(one: NextBuild, worker_id: WorkerId, room_bytes: int) -> dict[st
 def artifact_of(row: Any) -> ArtifactFact:
     """What is told of an artifact."""
     artifact = None if row.body is None else from_row_json(row.body, Artifact)
-    longest = max(artifact.profile.prefill, key=lambda one: one.tokens) if artifact else None
-    rate = longest.tokens / longest.seconds if longest and longest.seconds > 0 else 0.0
-    return ArtifactFact(
+    fact = ArtifactFact(
         fingerprint=Digest(row.fingerprint),
         kind=row.kind,
         size_bytes=row.size_bytes,
         created_at=told(row.created_at),
-        made_for=artifact.fingerprint if artifact else None,
+    )
+    if artifact is None:
+        return fact
+    profile = artifact.profile
+    longest = max(profile.prefill, key=lambda one: one.tokens, default=None)
+    rate = longest.tokens / longest.seconds if longest and longest.seconds > 0 else 0.0
+    return msgspec.structs.replace(
+        fact,
+        made_for=artifact.fingerprint,
         prefill_tokens_per_s=round(rate, 1),
+        load_bytes_per_s=round(profile.model_bytes_per_s(artifact.layout.parameter_bytes), 1),
+        init_s=round(profile.init_s, 6),
+        restore_s=round(profile.restore_s, 6),
     )
 
 

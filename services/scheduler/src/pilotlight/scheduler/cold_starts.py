@@ -16,7 +16,7 @@ from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.policy.cluster import DeviceKind, NodeFacts
 from pilotlight.policy.coldstart.facts import link_bytes_per_s
-from pilotlight.policy.coldstart.profiles import seeded
+from pilotlight.policy.coldstart.profiles import seeded, seeded_estimates
 from pilotlight.policy.coldstart.timings import StageSample, Timings
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.cost import estimate_for
@@ -92,6 +92,8 @@ class ColdStarts:
         """Learned from every start; what none has shown goes by size."""
         self._written = (0.0, self.timings)
         """When timings were last written, and which."""
+        self._profiled: dict[tuple[ModelName, DeviceKind], Estimate] = {}
+        """Estimates by profiles that are not written yet: the cache reads the rows."""
         self._learned: set[NodeId] = set()
         self._fetching = defaultdict[NodeId, set[InstanceId]](set)
         """Kept starts that fetch, or did, by node."""
@@ -222,10 +224,15 @@ class ColdStarts:
             for one in profiles
             if one.model in models
         ]
-        self.timings, taken = seeded(self.timings, known)
-        if taken:
+        timings, taken = seeded(self.timings, known)
+        news = seeded_estimates(self.estimates, timings, known)
+        if taken or timings.devices is not self.timings.devices:
             self._learned.update(nodes)
             log.info("profiles taken over", action="profiles_taken", models=taken)
+        self.timings = timings
+        if news:
+            self.estimates = with_estimates(self.estimates, news)
+            self._profiled.update({(one.model, one.device_kind): one for one in news})
 
     def take_learned(self) -> frozenset[NodeId]:
         """Nodes of which something was learned since the last call."""
@@ -299,6 +306,8 @@ class ColdStarts:
         if not news:
             return
         timings = self.timings.learned(stages) if stages else self.timings
+        for of_model, estimate in news.items():
+            news[of_model] = replace(estimate, init_s=timings.init_s(*of_model))
         lag = self._newly_slow(timings, {one.source for one in stages})
         await self._write(timings, list(news.values()), [slow(*one) for one in lag])
         # Decisions may still look at the mappings as they were.
@@ -330,16 +339,19 @@ class ColdStarts:
             if (kept := self._kept.get(instance_id)) is not None:
                 kept.record = replace(kept.record, tpot_s=tpot_s)
         at_s, written = self._written
-        if self.timings is not written and self._clock.monotonic_s() - at_s >= WRITE_EVERY_S:
+        has_news = self.timings is not written or self._profiled
+        if has_news and self._clock.monotonic_s() - at_s >= WRITE_EVERY_S:
             await self._write(self.timings, [])
 
     async def _write(
         self, timings: Timings, estimates: list[Estimate], told: Sequence[Event] = ()
     ) -> None:
-        """Write what differs from what was written."""
+        """Write what differs from what was written; estimates also of profiles."""
         rows = changed_rows(self._written[1], timings)
-        await self._repository.save_learned(estimates, rows, told)
-        self._written = (self._clock.monotonic_s(), timings)
+        learned = {(one.model, one.device_kind): one for one in estimates}
+        every = {**self._profiled, **learned}
+        await self._repository.save_learned(list(every.values()), rows, told)
+        self._written, self._profiled = (self._clock.monotonic_s(), timings), {}
 
     def _newly_slow(
         self, timings: Timings, sources: AbstractSet[str]

@@ -20,7 +20,7 @@ from pilotlight.policy.coldstart.timings import (
     StageSample,
     prompt_operations,
 )
-from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of
+from pilotlight.policy.coverage import Coverage, aligned_s, coverage_of, load_seconds
 from pilotlight.policy.estimates import ColdStartSample
 from pilotlight.policy.ids import DecisionId, Epoch, InstanceId, ModelName
 from pilotlight.policy.model import Model
@@ -148,7 +148,7 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         return None
     seconds = {one.name: one.seconds for one in figures.seconds}
 
-    began_s, restored_s = seconds.get(PhaseName.INIT), seconds.get(PhaseName.RESTORE)
+    loaded = load_seconds(figures.seconds)
 
     def rate(size_bytes: int, name: PhaseName) -> float | None:
         took_s = seconds.get(name, 0.0)
@@ -162,8 +162,8 @@ def sample_of(record: ColdStart, model: Model, device_kind: DeviceKind) -> ColdS
         load_bytes_per_s=rate(model.device_bytes(model.spec.whole), PhaseName.LOAD),
         prefill_s=seconds.get(PhaseName.PREFILL),
         prompt_tokens=max((one.tokens for one in record.phases), default=0),
-        init_s=began_s if restored_s is None else None,
-        restore_s=restored_s + (began_s or 0.0) if restored_s is not None else None,
+        init_s=loaded.init_s,
+        restore_s=loaded.restore_s,
         overhead_s=sum(seconds.get(name, 0.0) for name in _OVERHEAD),
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pilotlight.common.clock import Clock, moment_of
 from pilotlight.common.errors import EngineFailed, error_of
 from pilotlight.common.messages.engine import (
     EngineUp,
@@ -26,8 +27,10 @@ from pilotlight.common.messages.graphs import (
     StageKernels,
 )
 from pilotlight.common.waiting import cancel_all, within
+from pilotlight.policy.coverage import LoadSeconds, load_seconds, seconds_of
 from pilotlight.policy.ids import InstanceId, RequestId, WorkerId
 from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.phase import Moment, Phase, PhaseName
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
 from pilotlight.worker.loading import PartLease, PartSource
@@ -55,10 +58,13 @@ class Outcome:
 class BuildSession:
     """A fresh engine and the one model in it. Ends with ``close``, or with its task."""
 
-    def __init__(self, engine: EngineClient, source: PartSource, worker_id: WorkerId) -> None:
+    def __init__(
+        self, engine: EngineClient, source: PartSource, worker_id: WorkerId, clock: Clock
+    ) -> None:
         self._engine = engine
         self._source = source
         self._worker_id = worker_id
+        self._clock = clock
         self._events = aiter(engine.events())
         self._runs = 0
         self.recorded: GraphsRecorded | None = None
@@ -67,6 +73,9 @@ class BuildSession:
         """What the engine said last of graphs that it restores."""
         self.kernels: StageKernels | None = None
         """The same of compiled kernels."""
+        self.took = LoadSeconds()
+        """The last ``load``, by the phases that a start has: those of the engine, and the lease of
+        the parts. What they waited for on their way into the host pool is in none of them."""
 
     async def start(self) -> EngineUp:
         """Start the engine.
@@ -109,8 +118,12 @@ class BuildSession:
         """
         precomputed, stage = precomputed or Precomputed(), layers or model.spec.whole
         parts, self.graphs = model.spec.parts_of(stage), None
+        restores = bool(artifact) and stage == model.spec.whole
+        asked_s = self._clock.monotonic_s()
         lease = await self._source.lease(self._worker_id, INSTANCE, model, parts)
         async with lease:
+            sent = moment_of(self._clock)
+            leased = _leased(asked_s, sent, PhaseName.RESTORE if restores else PhaseName.INIT)
             await self._engine.load_stage(
                 LoadStage(
                     instance_id=INSTANCE,
@@ -123,9 +136,10 @@ class BuildSession:
                     prove=bool(graphs or (artifact and precomputed.ranges)),
                     record=record,
                     precomputed=precomputed,
-                )
+                ),
+                sent,
             )
-            loading = asyncio.create_task(self._loaded(), name="loading for a build")
+            loading = asyncio.create_task(self._loaded(leased), name="loading for a build")
             feeding = asyncio.create_task(self._feed(lease), name="parts for a build")
             try:
                 await asyncio.wait({loading, feeding}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,11 +207,10 @@ class BuildSession:
     async def _feed(self, lease: PartLease) -> None:
         frames = aiter(lease)
         while (ready := await within(PART_S, anext(frames, None), "the next part")) is not None:
-            await self._engine.place_part(
-                PlacePart(instance_id=INSTANCE, part=ready.part, tensors=ready.tensors)
-            )
+            place = PlacePart(instance_id=INSTANCE, part=ready.part, tensors=ready.tensors)
+            await self._engine.place_part(place, ready.ready)
 
-    async def _loaded(self) -> int:
+    async def _loaded(self, leased: Phase) -> int:
         room_tokens = 0
         while True:
             event = await self._next()
@@ -205,6 +218,8 @@ class BuildSession:
                 room_tokens = event.kv_capacity_tokens
             elif isinstance(event, StageLoaded):
                 self.recorded = event.recorded
+                phases = (leased, *event.phases)
+                self.took = load_seconds(seconds_of(phases, leased.wall_offset_s))
                 return event.kv_capacity_tokens or room_tokens
             elif isinstance(event, StageFailed):
                 raise error_of(event.code, event.message)
@@ -221,6 +236,18 @@ class BuildSession:
         if isinstance(event, StageKernels) and not event.settled:
             self.kernels = event
         return event
+
+
+def _leased(asked_s: float, sent: Moment, name: PhaseName) -> Phase:
+    """The first phase of a load, as a start has it (``worker.loading``)."""
+    return Phase(
+        name=name,
+        start_s=asked_s,
+        end_s=sent.at_s,
+        wall_offset_s=sent.wall_offset_s,
+        process="worker",
+        detail="lease",
+    )
 
 
 def _note(step: StepDone, outcome: Outcome) -> set[str]:

@@ -135,7 +135,9 @@ async def _first(work: _Build, claimed: ClaimedBuild, *, kernels: bool) -> Artif
         room_tokens = await session.load(
             model, device_bytes, precomputed=Precomputed(record_kernels=place)
         )
+        took = session.took
         profile = await _profile(session, model, room_tokens, up.load_bytes_per_s, work.told)
+        profile = replace(profile, load_s=took.load_s or 0.0, init_s=took.init_s or 0.0)
         await work.told("canary", 0.65)
         prompt = prompt_ids(CANARY_PROMPT, model.spec.vocab_size, 0)
         output = _only(await session.run([prompt], CANARY_TOKENS))
@@ -240,7 +242,7 @@ async def _finished(work: _Build, artifact: Artifact) -> Built:
         manifest = encode_json(artifact)
         await work.told("validate", 0.8)
         try:
-            await _validate(work, artifact, manifest)
+            restore_s = await _validate(work, artifact, manifest)
         except LeftOut as left_out:
             artifact = _without(artifact, left_out)
         except PilotlightError as error:
@@ -251,14 +253,16 @@ async def _finished(work: _Build, artifact: Artifact) -> Built:
             artifact = _without(artifact, LeftOut(kind, error.code, error.message))
         else:
             artifact = await proved_ranges(artifact, work.model, work.make_session, work.files)
+            artifact = replace(artifact, profile=replace(artifact.profile, restore_s=restore_s))
             manifest = encode_json(artifact)
             await work.told("store", 0.95)
             archives = work.files.archives
             return Built(manifest, {one.digest: archives[one.digest] for one in artifact.blobs})
 
 
-async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
-    """Restore it in a fresh process, as a start does.
+async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> float:
+    """Restore it in a fresh process, as a start does; what that took beside the parameters, in
+    seconds.
 
     Raises:
         RestoreFailed: that does not compute what was recorded.
@@ -273,6 +277,7 @@ async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
         room_tokens = await session.load(
             work.model, artifact.layout.device_bytes, manifest, graphs, precomputed=precomputed
         )
+        restore_s = session.took.restore_s or 0.0
         canary = artifact.canary
         output = _only(await session.run([canary.prompt_ids], len(canary.output_ids)))
         if tuple(output) != canary.output_ids:
@@ -288,6 +293,7 @@ async def _validate(work: _Build, artifact: Artifact, manifest: bytes) -> None:
         if artifact.compiled is not None:
             await _tour(session, work.model, room_tokens)
             _check_kernels(session.kernels, await session.unload())
+        return restore_s
     finally:
         await session.close()
 

@@ -308,7 +308,7 @@ class Builds:
             note_kernels=note_kernels,
             witness=witness,
         )
-        return BuildSession(self._engine, self._source, self._core.worker_id)
+        return BuildSession(self._engine, self._source, self._core.worker_id, self._core.clock)
 
     async def _kill(self) -> None:
         if self._engine is not None:

@@ -180,6 +180,13 @@ class ArtifactFact(Message, frozen=True, kw_only=True):
     made_for: Fingerprint | None = None
     prefill_tokens_per_s: float = 0.0
     """Of the longest prompt of its profile; 0: it has none."""
+    load_bytes_per_s: float = 0.0
+    """Of the model's parameters from the host pool to the device, by its profile, as of the next
+    two; 0: it does not say."""
+    init_s: float = 0.0
+    """What a start takes beside them without the artifact."""
+    restore_s: float = 0.0
+    """What it takes beside them with the artifact."""
 
 
 class Materials(Message, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ class Mean:
     """Mean absolute deviation of a sample from the mean before it, decayed like the mean. After one
     sample half of its value, as for the round-trip times of TCP."""
     samples: int = 1
+    """0: measured offline. The first sample takes its place."""
 
     def after(self, sample: float) -> "Mean":
         """With one more sample."""
@@ -43,12 +44,21 @@ def mean_after(known: Mean | None, sample: float | None, *, of_rates: bool = Fal
     """
     if sample is None or not 0 <= sample < math.inf:
         return known
-    if known is None:
+    if known is None or known.samples == 0:
         return Mean(sample, sample / 2)
     better = (known.value, sample) if of_rates else (sample, known.value)
     if sample > 0 and better[0] * FAR < better[1]:
         return Mean(sample, sample / 2, known.samples + 1)
     return known.after(sample)
+
+
+def offline(known: Mean | None, figure: float) -> Mean | None:
+    """A figure that was measured offline, where no sample has shown one; what is known where one
+    has, or where the figure is none that is above zero.
+    """
+    if not 0 < figure < math.inf or (known is not None and known.samples > 0):
+        return known
+    return known if known is not None and known.value == figure else Mean(figure, figure / 2, 0)
 
 
 class Point(NamedTuple):

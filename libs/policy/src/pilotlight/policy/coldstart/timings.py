@@ -7,11 +7,12 @@ each term has one place, a seed for the time before the first sample, and a fall
 
     term                            learned by               without samples
     t_cc, t_cu, t_l                 node and kind            kind on all nodes; a constant of the kind
-    init, restore                   model and kind           0: nothing is known to be needed; restore goes first
+    init, restore                   model and kind           the model's profile; 0; restore goes first
     t_p, a line over tokens         model and kind           arithmetic at what other models' prompts showed, or at
                                                              what the device reads a second
     t_d, a line over bytes read     model and kind           bytes over the rate of device memory
-    p, host to device               node and kind            the probe; the device's own figure
+    p, host to device               node and kind            the probe; the device's own figure; kind on all
+                                                             nodes; profiles of models on the kind
     device memory                   node and kind            the probe; p, as a lower bound
                                                              (what the worker reports goes first)
     b                               node and source          the source at other nodes; the node's
@@ -133,6 +134,8 @@ class OfModel:
     restore: Mean | None = None
     prefill: Line = NO_LINE
     decode: Line = NO_LINE
+    profiled_restore_s: float = 0.0
+    """What was taken over for ``restore``: not again once a start was not restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +379,8 @@ def _first(one: Mean | None, other: Mean | None, seed: float) -> float:
 def _model_after(known: OfModel, sample: StageSample) -> OfModel:
     # A start that was not restored says that there is no artifact any more.
     anew = sample.init_s is not None and sample.restore_s is None
-    return OfModel(
+    return replace(
+        known,
         init=mean_after(known.init, sample.init_s),
         restore=None if anew else mean_after(known.restore, sample.restore_s),
         prefill=known.prefill if sample.prefill is None else known.prefill.after(sample.prefill),
