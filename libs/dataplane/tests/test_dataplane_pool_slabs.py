@@ -1,4 +1,4 @@
-"""What a process that maps the pool beside its loader reads of it: which slabs hold ready images."""
+"""What a process that maps the pool beside its loader reads of it: slabs that hold ready images."""
 
 import mmap
 import random

@@ -1,75 +1,29 @@
-"""What of a host pool an engine pins, and when: what it has loaded from, then what else there is,
-while it has nothing to do. The pool and its readers are real; the driver is not.
-"""
+"""What of a host pool an engine pins, and in which order. The pool and its reader are real."""
 
-import mmap
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
-from scripted_engine import Parent, ScriptedEngine, run
+from pinned_pool import (
+    COLD,
+    FIRST,
+    HOT,
+    LATE,
+    OURS,
+    POOL_BYTES,
+    SLAB_BYTES,
+    Driver,
+    fill,
+    make,
+    mapped,
+    numbers,
+)
 from structlog.testing import capture_logs
 
 from pilotlight.common.clock import ManualClock
-from pilotlight.common.messages.engine import (
-    Abort,
-    StageLoaded,
-    StageUnloaded,
-    StepDone,
-    UnloadStage,
-)
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
-from pilotlight.dataplane.pool_slabs import PoolSlabs
-from pilotlight.engine.cuda.stream import PinnedSlabs
-from pilotlight.engine.errors import EngineFailed
-from pilotlight.policy.ids import Digest, InstanceId, RequestId
-from pilotlight.worker.engine_child import loop
-from pilotlight.worker.engine_child.ahead import IDLE_S
 from pilotlight.worker.engine_child.pins import Pins
-
-UNIT_BYTES = 64 * 1024
-SLAB_BYTES = 2 * UNIT_BYTES
-POOL_BYTES = 64 * UNIT_BYTES
-FIRST = 2 * 1024 * 1024 // SLAB_BYTES
-"""The slab in which the data begins."""
-OURS, COLD, HOT, LATE = (Digest(f"{number:064x}") for number in range(1, 5))
-JOIN_S = 5.0
-
-
-class Driver:
-    """The streamer of a device: notes which slabs it pins, one at a time where it is not let."""
-
-    def __init__(self) -> None:
-        self.base = 0
-        self.pinned: list[int] = []
-        self.taken_back: list[int] = []
-        self.refuses = False
-        self.asked, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self.may = threading.Semaphore(1 << 20)
-
-    def slabs(self, pool: memoryview, slab_bytes: int) -> PinnedSlabs:
-        self.base = self._address(pool)
-        return PinnedSlabs(self, pool, slab_bytes)  # type: ignore[arg-type]
-
-    def pin(self, buffer: memoryview) -> None:
-        if self.refuses:
-            raise EngineFailed("no")
-        self.asked.release()
-        assert self.may.acquire(timeout=JOIN_S)
-        self.pinned.append((self._address(buffer) - self.base) // SLAB_BYTES)
-        self.done.release()
-
-    def unpin(self, buffer: memoryview) -> None:
-        self.taken_back.append((self._address(buffer) - self.base) // SLAB_BYTES)
-
-    def _address(self, buffer: memoryview) -> int:
-        return np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
 
 
 @pytest.fixture
@@ -90,29 +44,6 @@ def driver() -> Driver:
     return Driver()
 
 
-def fill(
-    host: HostPool, clock: ManualClock, model: Digest, slabs: int, *, ready: bool = True
-) -> PartImage:
-    """A part that takes whole slabs."""
-    clock.advance(1)
-    image = host.reserve(model, 0, slabs * SLAB_BYTES, 2)
-    half = image.image_bytes // 2
-    host.enter_chunk(image, (0, half), model)
-    if ready:
-        host.enter_chunk(image, (half, image.image_bytes), model)
-    return image
-
-
-def mapped(host: HostPool) -> memoryview:
-    """As an engine's process maps the pool."""
-    with host.path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def make(driver: Driver, **options: Any) -> Pins:
-    return Pins(driver.slabs, SLAB_BYTES, held_of=PoolSlabs.of, **options)
-
-
 def load(pins: Pins, host: HostPool, image: PartImage) -> None:
     start = host.file_offset(image)
     pins.want(start, start + image.image_bytes)
@@ -126,11 +57,6 @@ def settle(pins: Pins) -> int:
     while pins.looks_ahead and pins.pin_ahead():
         pieces += 1
     return pieces
-
-
-def numbers(host: HostPool, image: PartImage) -> list[int]:
-    start = host.file_offset(image)
-    return list(range(start // SLAB_BYTES, -(-(start + image.image_bytes) // SLAB_BYTES)))
 
 
 def test_what_was_loaded_goes_first_and_then_the_hottest(
@@ -299,143 +225,3 @@ def test_where_the_pool_cannot_be_read_only_what_was_loaded_is_pinned(driver: Dr
     assert not pins.pin_ahead()
     assert not pins.looks_ahead, "it need not wake for it"
     assert driver.pinned == [0]
-
-
-@pytest.fixture
-def ours(host: HostPool, clock: ManualClock, pool: Any) -> Any:
-    """The tiny model in the host pool."""
-    parts: dict[int, Any] = {}
-    content = pool.path.read_bytes()
-    for part, places in pool.parts.items():
-        start, stop = places[0].offset, places[-1].offset + places[-1].size_bytes
-        image = host.reserve(OURS, part, stop - start, 1)
-        host.write(image, 0, memoryview(content[start:stop]))
-        host.enter_chunk(image, (0, stop - start), OURS)
-        offset = host.file_offset(image) - start
-        parts[part] = tuple(
-            msgspec.structs.replace(place, offset=place.offset + offset) for place in places
-        )
-    return replace(pool, path=host.path, parts=parts)
-
-
-def own(ours: Any) -> set[int]:
-    """The slabs that hold the tiny model."""
-    ends = [
-        (one.offset, one.offset + one.size_bytes) for part in ours.parts.values() for one in part
-    ]
-    return {
-        slab for start, stop in ends for slab in range(start // SLAB_BYTES, -(-stop // SLAB_BYTES))
-    }
-
-
-def until_pinned(driver: Driver, slabs: set[int]) -> None:
-    while not slabs <= set(driver.pinned):
-        assert driver.done.acquire(timeout=JOIN_S)
-
-
-def is_told(parent: Parent) -> None:
-    """The loop has come around: what was asked before it is done."""
-    parent.send(UnloadStage(instance_id=InstanceId("nothing")))
-    parent.until(StageUnloaded)
-
-
-def test_an_idle_engine_pins_others_models_and_those_that_come_later(
-    start_child: Callable[..., Parent],
-    ours: Any,
-    host: HostPool,
-    clock: ManualClock,
-    driver: Driver,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loop, "LOOK_S", 0.01)
-    other = fill(host, clock, HOT, 3)
-    parent = start_child(pins=make(driver))
-    parent.send(ours.load(), *ours.places())
-    parent.until(StageLoaded)
-    until_pinned(driver, own(ours) | set(numbers(host, other)))
-    late = fill(host, clock, LATE, 2)
-    until_pinned(driver, set(numbers(host, late)))
-    is_told(parent)
-    held = own(ours) | {*numbers(host, other), *numbers(host, late)}
-    assert sorted(driver.pinned) == sorted(held)
-    assert set(driver.pinned[: len(own(ours))]) == own(ours)
-
-
-def test_an_engine_that_has_loaded_nothing_pins_nothing(
-    start_child: Callable[..., Parent],
-    host: HostPool,
-    clock: ManualClock,
-    driver: Driver,
-    scripted: ScriptedEngine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loop, "LOOK_S", 0.01)
-    looks: list[str] = []
-
-    class Noting(Pins):
-        def pin_ahead(self) -> bool:
-            looks.append("look")
-            return super().pin_ahead()
-
-    fill(host, clock, HOT, 3)
-    pins = Noting(driver.slabs, SLAB_BYTES, held_of=PoolSlabs.of)
-    pins.moved(mapped(host))
-    scripted.unprepared = ["graph"]
-    parent = start_child(pins=pins)
-    assert scripted.prepared.wait(JOIN_S), "it has had nothing to do for a while"
-    is_told(parent)
-    assert (driver.pinned, looks) == ([], []), "nor does it wake to look"
-
-
-def test_a_request_waits_for_one_slab_at_most(
-    start_child: Callable[..., Parent],
-    ours: Any,
-    host: HostPool,
-    clock: ManualClock,
-    driver: Driver,
-) -> None:
-    other = fill(host, clock, HOT, 8)
-    of_ours = len(own(ours))
-    driver.may = threading.Semaphore(of_ours)
-    parent = start_child(pins=make(driver))
-    parent.send(ours.load(), *ours.places())
-    parent.until(StageLoaded)
-    for _ in range(of_ours + 1):
-        assert driver.asked.acquire(timeout=JOIN_S), "one of the other model's is being pinned"
-    parent.send(run())
-    driver.may.release(100)
-    step = parent.until(StepDone, lambda step: bool(step.produced))
-    assert [one.request_id for one in step.produced] == ["req-1"]
-    for _ in range(5):
-        parent.until(StepDone)
-    assert len(driver.pinned) == of_ours + 1, "nothing is pinned beside a request"
-    parent.send(Abort(request_id=RequestId("req-1"), attempt=1))
-    until_pinned(driver, own(ours) | set(numbers(host, other)))
-
-
-def test_others_models_wait_until_nothing_has_come_for_a_moment(
-    start_child: Callable[..., Parent],
-    ours: Any,
-    host: HostPool,
-    clock: ManualClock,
-    driver: Driver,
-    scripted: ScriptedEngine,
-) -> None:
-    other = set(numbers(host, fill(host, clock, HOT, 3))) - own(ours)
-    scripted.clock = time = ManualClock()
-    parent = start_child(pins=make(driver))
-    parent.send(ours.load(), *ours.places())
-    parent.until(StageLoaded)
-    until_pinned(driver, own(ours))
-    for _ in range(3):
-        parent.send(run())
-        parent.until(StepDone, lambda step: bool(step.produced))
-        time.advance(IDLE_S)
-        parent.send(Abort(request_id=RequestId("req-1"), attempt=1))
-        parent.until(StepDone, lambda step: any(one.finish for one in step.produced))
-        is_told(parent)
-        is_told(parent)
-        time.advance(IDLE_S / 2)
-    assert set(driver.pinned) == own(ours)
-    time.advance(IDLE_S)
-    until_pinned(driver, other)
