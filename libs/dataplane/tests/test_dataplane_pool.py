@@ -11,7 +11,13 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.errors import Conflict, HostPoolFull, HostPoolTaken, StaleCommand
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
-from pilotlight.dataplane.table import ChunkEntry, ChunkTable
+from pilotlight.dataplane.table import (
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    ChunkEntry,
+    ChunkTable,
+    read_changes,
+)
 from pilotlight.policy.ids import Digest, Epoch
 
 POOL_BYTES = 4 * 1024 * 1024
@@ -121,7 +127,7 @@ class CrashingMap:
         self.mapped[key] = value
 
 
-@pytest.mark.parametrize("writes", range(14))
+@pytest.mark.parametrize("writes", range(22))
 def test_a_crash_at_any_write_leaves_only_whole_parts(
     path: Path, clock: ManualClock, writes: int
 ) -> None:
@@ -129,18 +135,18 @@ def test_a_crash_at_any_write_leaves_only_whole_parts(
     fill(pool, FIRST, 0)
     old = fill(pool, SECOND, 0)
     pool._table = ChunkTable(CrashingMap(pool._mapped, writes), pool.geometry.slots)
-    finished: list[int] = []
     try:
-        # Drop one model and write another over it: three writes free the old entries, each new one
-        # takes three.
+        # Drop one model and write another over it: three writes free the old entries, two count
+        # that, and each new entry takes three. Six say that it is used, and count it.
         pool.discard(old)
         image = pool.reserve(FIRST, 1, 3 * CHUNK_BYTES, 3)
         assert image.extent == old.extent
         for index in range(3):
             enter(pool, image, index)
-        finished.append(1)
     except CrashError:
-        assert writes < 12
+        assert writes < 20
+    finished = [1] if pool.find(FIRST, 1) else []
+    assert bool(finished) == (writes >= 14)
     pool.close(remove=False)
 
     adopted = HostPool.open(path, POOL_BYTES, clock)
@@ -254,6 +260,79 @@ def test_a_full_pool_says_so_and_stays_as_it_was(path: Path, clock: ManualClock)
     pool.discard(image)
     assert pool.free_bytes == POOL_BYTES
     pool.close(remove=True)
+
+
+def test_a_loader_that_comes_again_knows_what_was_used_last(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    for part in (0, 1):
+        fill(pool, FIRST, part)
+    clock.advance(1)
+    fill(pool, SECOND, 0)
+    pool.reserve(SECOND, 1, 0, 0)  # A part without parameters has no entry.
+    clock.advance(1)
+    pool.touch(FIRST)
+    pool.touch(Digest("33" * 32))
+    before = [(copy.digest, copy.last_used_s) for copy in pool.copies()]
+    assert before == [(SECOND, 1001.0), (FIRST, 1002.0)]
+    pool.close(remove=False)
+
+    clock.advance(60)
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert [(copy.digest, copy.last_used_s) for copy in adopted.copies()] == before
+    adopted.close(remove=False)
+    # As from a container whose clock began elsewhere: never later than now.
+    adopted = HostPool.open(path, POOL_BYTES, ManualClock(1001.5))
+    assert [copy.last_used_s for copy in adopted.copies()] == [1001.0, 1001.5]
+    adopted.close(remove=True)
+
+
+def test_what_an_older_loader_left_is_used_when_it_is_adopted(
+    path: Path, clock: ManualClock
+) -> None:
+    """It wrote 117 bytes of an entry's 128, and counted no changes."""
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    image = fill(pool, FIRST, 0)
+    for slot in image.slots:
+        start = HEADER_BYTES + slot * ENTRY_BYTES
+        pool._mapped[start + 117 : start + ENTRY_BYTES] = bytes(ENTRY_BYTES - 117)
+    pool.close(remove=False)
+    clock.advance(5)
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    assert [(copy.digest, copy.last_used_s) for copy in adopted.copies()] == [(FIRST, 1005.0)]
+    adopted.close(remove=True)
+
+
+def test_where_an_entry_says_when_its_image_was_used(path: Path, clock: ManualClock) -> None:
+    """Every release reads it there."""
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    first, second = fill(pool, FIRST, 0).slots[:2]
+    clock.advance(0.25)
+    pool.touch(FIRST)
+    said = [
+        bytes(pool._mapped[start + 117 : start + 128])
+        for start in (HEADER_BYTES + first * 128, HEADER_BYTES + second * 128)
+    ]
+    assert said == [bytes(3) + (1_000_250_000_000).to_bytes(8, "little"), bytes(11)]
+    pool.close(remove=True)
+
+
+def test_who_reads_along_sees_what_came_and_went(path: Path, clock: ManualClock) -> None:
+    pool = HostPool.open(path, POOL_BYTES, clock)
+    seen = [read_changes(pool._mapped)]
+    image = pool.reserve(FIRST, 0, 2 * CHUNK_BYTES, 2)
+    enter(pool, image, 0)
+    assert read_changes(pool._mapped) == seen[-1] > 0, "it is not ready yet"
+    enter(pool, image, 1)
+    seen.append(read_changes(pool._mapped))
+    pool.touch(FIRST)
+    assert read_changes(pool._mapped) == seen[-1], "nothing came"
+    pool.drop(FIRST)
+    seen.append(read_changes(pool._mapped))
+    pool.close(remove=False)
+    adopted = HostPool.open(path, POOL_BYTES, clock)
+    seen.append(read_changes(adopted._mapped))
+    assert seen == sorted(set(seen)), "another number each time"
+    adopted.close(remove=True)
 
 
 def test_copies_come_least_recently_used_first(path: Path, clock: ManualClock) -> None:

@@ -308,3 +308,25 @@ def test_an_inbox_tells_of_parts_and_keeps_the_order(pool: Any) -> None:
         assert inbox.parts_of(InstanceId("inst-3")) == [], "and the parent's end takes nothing away"
         assert [one.message for one in inbox.commands()] == said
         assert not inbox.read()
+
+
+def test_work_for_later_is_looked_for_again_where_more_may_come() -> None:
+    clock, left = ManualClock(), [True, False, False]
+    later = IdleWork(clock, lambda: left.pop(0), again_s=5.0)
+    later.look(idle=True)
+    assert later.before(None) == clock.monotonic_s() + IDLE_S
+    clock.advance(IDLE_S)
+    later.run()
+    assert later.due, "there is more"
+    later.run()
+    for _ in range(2):
+        later.look(idle=True)
+        assert not later.due
+        assert later.before(None) == pytest.approx(clock.monotonic_s() + 5.0), (
+            "it sleeps until then"
+        )
+        clock.advance(5.0)
+        if left:
+            later.run()
+    later.look(idle=False)
+    assert later.before(None) is None

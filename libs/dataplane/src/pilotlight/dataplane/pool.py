@@ -29,6 +29,7 @@ from pilotlight.dataplane.pool_file import (
     make_file,
     map_file,
     pool_full,
+    put,
 )
 from pilotlight.dataplane.pool_images import HeldCopy, PartImage
 from pilotlight.dataplane.table import (
@@ -229,7 +230,7 @@ class HostPool:
         """
         _check_within(image, offset, offset + len(data))
         try:
-            self._put(self.file_offset(image) + offset, data)
+            put(self._descriptor, self._view, self.file_offset(image) + offset, data)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -273,6 +274,7 @@ class HostPool:
         image.entered += 1
         if image.ready:
             self.touch(image.digest)
+            self._table.count_change()
 
     def chunk_digests(self, image: PartImage) -> tuple[Digest, ...]:
         """The digests of the chunks that were entered, in order."""
@@ -284,6 +286,7 @@ class HostPool:
         It may not be read or written any more, but by sends that have begun.
         """
         self._free_slots(image.slots)
+        self._table.count_change()
         image.given_up = True
         if not image.pins:
             self._extents.give_back(image.extent)
@@ -332,8 +335,11 @@ class HostPool:
         return sum(image.extent.size_bytes for image in ready)
 
     def touch(self, digest: Digest) -> None:
-        """The model is used now."""
-        self._last_used_s[digest] = self._clock.monotonic_s()
+        """The model is used now; the file says so to its readers, and to the loader after us."""
+        now_s = self._last_used_s[digest] = self._clock.monotonic_s()
+        for image in self._images.get(digest, {}).values():
+            if image.slots and image.ready:
+                self._table.touch(image.slots[0], now_s)
 
     def copies(self) -> tuple[HeldCopy, ...]:
         """The models that have ready parts, the least recently used first."""
@@ -344,19 +350,6 @@ class HostPool:
                 key=lambda copy: (copy.last_used_s, copy.digest),
             )
         )
-
-    def _put(self, start: int, data: memoryview) -> None:
-        done = 0
-        try:
-            while done < len(data):
-                with data[done:] as left:
-                    done += os.pwrite(self._descriptor, left, start + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # Files on hugetlbfs can be mapped, and not written to.
-            os.posix_fallocate(self._descriptor, start, len(data))
-            self._view[start : start + len(data)] = data
 
     def _behind(self, digest: Digest, part: int) -> int | None:
         """Where the part goes that follows what is here of its model."""
@@ -377,10 +370,15 @@ class HostPool:
         )
 
     def _adopt(self) -> None:
-        """Take over the images that are whole."""
+        """Take over the images that are whole, and when they were used last: now, where nobody has
+        said.
+        """
+        now_s = self._clock.monotonic_s()
         for image in whole_images(self._table, self._extents, self._digest_of):
             self._images[image.digest][image.part] = image
-            self.touch(image.digest)
+            used_s = min(now_s, self._table.used_s(image.slots[0]) or now_s)
+            self._last_used_s[image.digest] = max(used_s, self._last_used_s.get(image.digest, 0.0))
+        self._table.count_change()
         if self._images:
             log.info(
                 "pool adopted",

@@ -2,6 +2,7 @@
 was made in.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -78,6 +79,31 @@ def map_file(descriptor: int, header: Header) -> mmap.mmap:
         # Where the file system gives them, which most do not unless they are told to.
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
+
+
+def put(descriptor: int, view: memoryview, start: int, data: memoryview) -> None:
+    """Write bytes to a pool.
+
+    Args:
+        descriptor: of its file.
+        view: all of its mapping.
+        start: in the file.
+        data: the bytes.
+
+    Raises:
+        OSError: the file system does not take them.
+    """
+    done = 0
+    try:
+        while done < len(data):
+            with data[done:] as left:
+                done += os.pwrite(descriptor, left, start + done)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Files on hugetlbfs can be mapped, and not written to.
+        os.posix_fallocate(descriptor, start, len(data))
+        view[start : start + len(data)] = data
 
 
 def geometry_of(pool_bytes: int) -> Geometry:

@@ -3,12 +3,13 @@ is written.
 
 ::
 
-    0        header: magic, version, boot id, highest epoch, sizes
+    0        header: magic, version, boot id, highest epoch, sizes, count of changes
     4096     chunk table: one fixed-size entry for each chunk, free or ready
     data     part images, each contiguous, chunk by chunk
 
 One process writes. An entry's state byte is set last and cleared first, so a crash between any two
-steps leaves entries that are free, or that describe bytes which were complete and verified.
+steps leaves entries that are free, or that describe bytes which were complete and verified. Who
+reads beside the writer (``pool_slabs``) may find an entry half written.
 """
 
 import mmap
@@ -27,14 +28,23 @@ HEADER_BYTES = 4096
 ENTRY_BYTES = 128
 DATA_ALIGNMENT_BYTES = 2 * 1024 * 1024
 """Where the data starts: a huge page's boundary."""
+NS = 1_000_000_000
+"""A second's nanoseconds."""
 
 _HEADER = struct.Struct("<8sIIQQ36s")
 _EPOCH = struct.Struct("<Q")
 _EPOCH_OFFSET = 128
+_CHANGES = struct.Struct("<Q")
+_CHANGES_OFFSET = 192
 # Part, index of the chunk, chunks of the part, extent, bytes of the image, the chunk's range in it,
-# the image's serial number, model and chunk digest.
-_ENTRY = struct.Struct("<IIIQQQQQ32s32s")
+# the image's serial number, model and chunk digest; nothing; when the image was used last, unless
+# this is not its first chunk.
+_ENTRY = struct.Struct("<IIIQQQQQ32s32s3xQ")
 _ENTRY_OFFSET = 1
+_USED = struct.Struct("<Q")
+_USED_OFFSET = ENTRY_BYTES - _USED.size
+"""Eight aligned bytes: nanoseconds of CLOCK_MONOTONIC. 0: never known, as in files of loaders that
+did not write it."""
 
 
 class EntryState(IntEnum):
@@ -137,6 +147,12 @@ def write_epoch(mapped: mmap.mmap, epoch: Epoch) -> None:
     _EPOCH.pack_into(mapped, _EPOCH_OFFSET, epoch)
 
 
+def read_changes(mapped: mmap.mmap | memoryview) -> int:
+    """How often images became ready or were given up, by whichever loader; 0: it does not count."""
+    (changes,) = _CHANGES.unpack(mapped[_CHANGES_OFFSET : _CHANGES_OFFSET + _CHANGES.size])
+    return changes
+
+
 class ChunkTable:
     """The table, and which of its slots are free."""
 
@@ -171,7 +187,7 @@ class ChunkTable:
         )
         digests = (bytes.fromhex(entry.digest), bytes.fromhex(entry.chunk_digest))
         numbers = (entry.part, entry.index, entry.chunks_in_part)
-        body = _ENTRY.pack(*numbers, *place, *digests)
+        body = _ENTRY.pack(*numbers, *place, *digests, 0)
         self._mapped[start + _ENTRY_OFFSET : start + _ENTRY_OFFSET + len(body)] = body
         self._mapped[start] = EntryState.READY
 
@@ -182,7 +198,7 @@ class ChunkTable:
 
     def read(self, slot: int) -> ChunkEntry:
         """The entry of a slot, which must be ready."""
-        part, index, chunks, extent, image_bytes, offset, size, serial, digest, chunk_digest = (
+        part, index, chunks, extent, image_bytes, offset, size, serial, digest, chunk_digest, _ = (
             _ENTRY.unpack_from(self._mapped, self._start(slot) + _ENTRY_OFFSET)
         )
         return ChunkEntry(
@@ -197,6 +213,26 @@ class ChunkTable:
             serial=serial,
             chunk_digest=Digest(chunk_digest.hex()),
         )
+
+    def touch(self, slot: int, used_s: float) -> None:
+        """Record when an image was used last.
+
+        Args:
+            slot: of its first chunk.
+            used_s: on the host's monotonic clock.
+        """
+        start = self._start(slot) + _USED_OFFSET
+        self._mapped[start : start + _USED.size] = _USED.pack(int(used_s * NS))
+
+    def used_s(self, slot: int) -> float | None:
+        """When the image of a first chunk was used last; None: that is not known."""
+        (used_ns,) = _USED.unpack_from(self._mapped, self._start(slot) + _USED_OFFSET)
+        return used_ns / NS if used_ns else None
+
+    def count_change(self) -> None:
+        """Images have become ready, or were given up: who reads beside us looks again."""
+        count = _CHANGES.pack(read_changes(self._mapped) + 1)
+        self._mapped[_CHANGES_OFFSET : _CHANGES_OFFSET + len(count)] = count
 
     def _start(self, slot: int) -> int:
         return HEADER_BYTES + slot * ENTRY_BYTES

@@ -182,15 +182,24 @@ class IdleWork:
     second.
     """
 
-    def __init__(self, clock: Clock, work: Callable[[], bool], after_s: float = IDLE_S) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        work: Callable[[], bool],
+        after_s: float = IDLE_S,
+        again_s: float | None = None,
+    ) -> None:
         """Nothing is due yet.
 
         Args:
             clock: for when it is.
             work: does a piece; whether there may be more.
             after_s: from when there is nothing to do.
+            again_s: from when there was no more, until there may be; None: not before the engine
+                had something to do.
         """
         self._clock, self._work, self._after_s = clock, work, after_s
+        self._again_s = again_s
         self._due_s: float | None = None
         self._is_over = False
 
@@ -217,4 +226,9 @@ class IdleWork:
 
     def run(self) -> None:
         """Does it."""
-        self._is_over = not self._work()
+        if self._work():
+            return
+        if self._again_s is None:
+            self._is_over = True
+        else:
+            self._due_s = self._clock.monotonic_s() + self._again_s

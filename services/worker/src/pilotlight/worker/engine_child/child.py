@@ -41,9 +41,10 @@ from pilotlight.worker.engine_child.ahead import (
 )
 from pilotlight.worker.engine_child.inbox import RECEIVE_BYTES
 from pilotlight.worker.engine_child.kernels import compiling_until, note_kernels
-from pilotlight.worker.engine_child.loop import ChildLoop, last_words
+from pilotlight.worker.engine_child.loop import ChildLoop
 from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
+from pilotlight.worker.engine_child.told import last_words
 
 log = structlog.get_logger()
 

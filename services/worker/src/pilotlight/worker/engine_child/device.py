@@ -16,7 +16,7 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.policy.cluster import DeviceKind
-from pilotlight.worker.engine_child.pins import PinnedSlabs, Pins
+from pilotlight.worker.engine_child.pins import HeldSlabs, PinnedSlabs, Pins
 from pilotlight.worker.engine_child.warmup import CPU_PROBE, CUDA_PROBE, Probe
 
 log = structlog.get_logger()
@@ -161,7 +161,7 @@ def _open_cuda(
         limits=limits,
         probe=CUDA_PROBE,
         device_bytes=room_bytes,
-        pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes)),
+        pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes), held_of=_held),
         peer_memory=PeerMemory(arena.native, device),
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
         # What is for no models, and not this engine's own either, is there for another one first.
@@ -175,6 +175,13 @@ def _slabs(arena: Arena, pool: memoryview, slab_bytes: int) -> PinnedSlabs:
 
     assert isinstance(arena, CudaArena)
     return CudaSlabs(arena.copier, pool, slab_bytes)
+
+
+def _held(pool: memoryview, slab_bytes: int) -> HeldSlabs | None:
+    # Only here, and so when the engine has nothing to do: no start waits for it.
+    from pilotlight.dataplane.pool_slabs import PoolSlabs
+
+    return PoolSlabs.of(pool, slab_bytes)
 
 
 def _limits(step_tokens: int) -> BatchLimits:

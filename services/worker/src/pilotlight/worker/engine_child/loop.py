@@ -17,7 +17,6 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.messages.codec import frame
 from pilotlight.common.messages.engine import (
     Abort,
-    EngineFault,
     EngineUp,
     FromEngine,
     LoadStage,
@@ -46,7 +45,7 @@ from pilotlight.worker.engine_child.ahead import IdleWork, WarmUp
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
-from pilotlight.worker.engine_child.pins import Pins
+from pilotlight.worker.engine_child.pins import LOOK_S, Pins
 from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
 from pilotlight.worker.engine_child.prefills import Prefills
 from pilotlight.worker.engine_child.slate import Slate, mark_of
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-LAST_WORDS_S = 1.0
 COPYING_S = 0.001
 """How often a part whose copies go on is looked at, where there is nothing else to do."""
 
@@ -114,6 +112,8 @@ class ChildLoop:
     ) -> None:
         self._warm_up = warm_up or WarmUp(clock)
         self._for_later = IdleWork(clock, engine.prepare)
+        work = (lambda: False) if pins is None else pins.pin_ahead
+        self._pin_ahead = IdleWork(clock, work, again_s=LOOK_S)
         self._connection = connection
         self._engine = engine
         self._clock = clock
@@ -155,6 +155,8 @@ class ChildLoop:
             idle = not (busy or self._loads.any)
             self._for_later.look(idle=idle)
             pins = idle and self._pins is not None and self._pins.waiting
+            ahead = idle and self._pins is not None and self._pins.looks_ahead
+            self._pin_ahead.look(idle=ahead)
             proof = idle and self._loads.restoring.due
             wait_s = self._engine.rest_s if busy else self._idle_s()
             self._receive(0 if places or pins or proof else wait_s)
@@ -169,6 +171,9 @@ class ChildLoop:
             if self._for_later.due and not self._received:
                 self._slate.write(Doing.COMPILING)
                 self._for_later.run()
+            elif self._pin_ahead.due and not self._received:
+                self._slate.write(Doing.OBEYING)
+                self._pin_ahead.run()
             self._pipelines.join()
             self._share_kv()
             self._tell()
@@ -183,6 +188,7 @@ class ChildLoop:
         if self._copying and self._parts:
             return COPYING_S
         due_s = self._for_later.before(self._warm_up.before(self._engine.due_s))
+        due_s = self._pin_ahead.before(due_s)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(self, wait_s: float | None) -> None:
@@ -343,7 +349,8 @@ class ChildLoop:
 
     def _step(self) -> None:
         """One batch; what it raises ends the process."""
-        self._for_later.look(idle=False)  # Between two looks a batch may begin and end.
+        for later in (self._for_later, self._pin_ahead):
+            later.look(idle=False)  # Between two looks a batch may begin and end.
         self._slate.write(Doing.OBEYING)
         pause_blocking(self._faults.delay_s("step"))
         start_s = self._clock.monotonic_s()
@@ -386,15 +393,3 @@ class ChildLoop:
         now = moment_of(self._clock)
         sent = now if sent_s is None else Moment(at_s=sent_s, wall_offset_s=now.wall_offset_s)
         self._connection.sendall(frame(Timed(message, sent)))
-
-
-def last_words(connection: socket.socket, error: Exception) -> None:
-    """Tell the parent why nothing more comes.
-
-    Raises:
-        OSError: the parent is gone, too.
-    """
-    code, message = told_of(error)
-    # A parent that reads nothing must not keep it.
-    connection.settimeout(LAST_WORDS_S)
-    connection.sendall(frame(Timed(EngineFault(code=code, message=message))))
