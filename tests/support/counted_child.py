@@ -1,4 +1,4 @@
-"""An engine child that writes down what it has imported: ``python -m counted_child`` in the place of
+"""An engine child that writes down what it has imported: ``python -m counted_child`` in place of
 ``pilotlight.worker.engine_child.child``.
 
 A line of JSON when it is up, and one when it ends, into the file that ``COUNTED_MODULES`` names.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-USES_TOLD_AFTER = 256
+USES_TOLD_AFTER = 64
 """Turns of the loop after which a stage first tells what it has used; then after twice as many, and
 so on: who ends without a word has told half of it, in a few messages."""
 
