@@ -43,6 +43,7 @@ def test_the_needed_size_comes_first_and_the_rest_by_use() -> None:
 def test_what_ran_last_counts_twice_as_much_as_what_ran_before() -> None:
     assert used({}, {8: 3}) == {8: 3}
     assert used({1: 10, 8: 7}, {8: 1, 2: 4}) == {1: 5, 2: 4, 8: 4}
+    assert used({1: 10, 8: 7}, {8: 1, 2: 4}, again=True) == {1: 10, 2: 4, 8: 8}
     begun = Restoring(sizes=SIZES, uses=used({16: 10}, {4: 6}))
     assert all_of(begun) == [4, 16, 1, 2, 8]
 

@@ -89,10 +89,9 @@ async def test_a_worker_is_spawned_and_is_dead_at_once_when_killed(
     worker_id = f"{cluster.node_id}-w0"
     log = cluster.folder / "logs" / "worker-0.log"
     await running.counts("pilotlight_node_workers")
-    assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1 None\n"
-    pid = int(
-        msgspec.json.decode((cluster.folder / "state" / "workers" / "0.json").read_bytes())["pid"]
-    )
+    state = cluster.folder / "state"
+    assert log.read_text() == f"{worker_id} {cluster.node_id} cpu 1 {state} None\n"
+    pid = int(msgspec.json.decode((state / "workers" / "0.json").read_bytes())["pid"])
     await cluster.heard.report(lambda report: report.dead_workers == ())
     os.kill(pid, 9)
     await cluster.heard.report(lambda report: report.dead_workers == (worker_id,))
@@ -121,7 +120,7 @@ import asyncio, os
 from pathlib import Path
 from pilotlight.common.clock import SystemClock
 from pilotlight.dataplane.pool_client import PoolClient
-names = ("WORKER_ID", "NODE_ID", "DEVICE", "WORKERS")
+names = ("WORKER_ID", "NODE_ID", "DEVICE", "WORKERS", "STATE_DIR")
 print(*(os.environ["PILOTLIGHT_" + name] for name in names), os.environ.get("HF_TOKEN"), flush=True)
 client = PoolClient(Path(os.environ["PILOTLIGHT_POOL_SOCKET"]), SystemClock())
 asyncio.run(client.hello(os.environ["PILOTLIGHT_WORKER_ID"]))

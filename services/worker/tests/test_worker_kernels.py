@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from artifact_listing import Listing, an_artifact, listing_of, restores, rig_with_graphs
@@ -29,11 +28,12 @@ from pilotlight.policy.ids import Digest, InstanceId
 from pilotlight.policy.materialized import COMPILE_CACHE, Artifact, Blob, CompiledFor
 from pilotlight.policy.model import Model
 from pilotlight.worker import artifacts as artifacts_module
+from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.engine_child import kernels as child_kernels
-from pilotlight.worker.engine_child.graphs import GraphPlans
 from pilotlight.worker.engine_child.kernels import KernelPlans
 from pilotlight.worker.graph_files import GraphFile
-from pilotlight.worker.testing import MakeRig, Rig
+from pilotlight.worker.graph_uses import GraphUses, read_uses
+from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
 KEY = "A" * 52
 ARCHIVE = pack([Entry(KEY, {"_gemv.json": b"{}", "_gemv.cubin": ImageMaker(["_gemv"]).image()})])
@@ -271,17 +271,6 @@ def test_a_build_is_told_what_an_artifact_lacks(
     assert (said.compiled, said.refused) == (("_add_norm.cubin",), "")
 
 
-def test_a_child_tells_how_often_each_size_ran_when_the_stage_goes() -> None:
-    plans = GraphPlans()
-    uses = {1: 5, 8: 2}
-    cast("Any", plans)._restored[STAGE] = SimpleNamespace(plan=SimpleNamespace(uses=uses))
-    plans.drop(STAGE)
-    (told,) = plans.news()
-    assert (told.instance_id, told.uses) == (STAGE, uses)
-    plans.drop(STAGE)
-    assert plans.news() == []
-
-
 def bytes_at(path: str) -> bytes:
     return Path(path).read_bytes()
 
@@ -353,14 +342,21 @@ async def test_a_start_does_not_wait_long_for_kernels(
 
 
 @pytest.mark.anyio
-async def test_what_was_used_is_restored_first_the_next_time(rig: Rig, listing: Listing) -> None:
+async def test_what_was_used_is_restored_first_the_next_time_also_by_the_next_worker(
+    rig: Rig, listing: Listing, tmp_path: Path
+) -> None:
     await listing.lists(with_kernels(rig.model))
     await listing.store.put_if_absent(artifact_key(blob_of(ARCHIVE).digest), ARCHIVE)
-    artifacts = rig.worker.artifacts
-    assert artifacts is not None
-    for number, (uses, known) in enumerate(
-        [({1: 8, 16: 1}, {}), ({16: 100}, {1: 8, 16: 1}), ({}, {1: 4, 16: 100})]
+    core, digest = rig.worker.core, an_artifact(rig.model).fingerprint.digest
+    for number, (told, known) in enumerate(
+        [(({1: 8, 16: 1}, {16: 2}), {}), (({16: 100},), {1: 8, 16: 3}), ((), {1: 4, 16: 101})]
     ):
+        uses = GraphUses(core.background, tmp_path)
+        artifacts = Artifacts(core, listing.store, CLUSTER_KEY, graphs=True, uses=uses)
         instance = InstanceId(f"inst-{number}")
         assert (await artifacts.of(rig.a_hold(instance))).uses == known
-        artifacts.on_restored(StageGraphs(instance_id=instance, uses=uses))
+        for one in told:
+            artifacts.on_restored(StageGraphs(instance_id=instance, uses=one))
+        after = await uses.of(digest)
+        await until(lambda after=after: read_uses(tmp_path / f"{digest}.json") == after)
+        artifacts.close()

@@ -332,6 +332,7 @@ def _plan(
         PILOTLIGHT_NODE_ID=node_id,
         PILOTLIGHT_POOL_SOCKET=str(settings.socket.absolute()),
         PILOTLIGHT_POOL_PATH=str(_pool_path(settings, node_id)),
+        PILOTLIGHT_STATE_DIR=str(settings.state_dir.absolute()),
         PILOTLIGHT_DEVICE=workers.kind,
         PILOTLIGHT_WORKERS=str(len(workers.devices)),
     )

@@ -31,6 +31,7 @@ from pilotlight.worker.engines.process import ProcessEngine
 from pilotlight.worker.engines.sim import SimEngine
 from pilotlight.worker.engines.spare import Spare
 from pilotlight.worker.engines.switch import EngineSwitch
+from pilotlight.worker.graph_uses import FOLDER, GraphUses
 from pilotlight.worker.groups import Groups
 from pilotlight.worker.loader_link import LoaderLink
 from pilotlight.worker.loading import EveryPart, PartSource, StageLoader
@@ -125,6 +126,7 @@ class _Builder:
         self._device_bytes = settings.device_bytes or (
             0 if kind is DeviceKind.CUDA else memory_bytes() // 2 // sharing
         )
+        self._uses_dir = settings.state_dir / FOLDER if settings.state_dir is not None else None
         self._faults = Faults.parse(settings.faults)
         self._steps = StartSteps(
             prefetch=settings.start_prefetch,
@@ -166,6 +168,7 @@ class _Builder:
             graphs=settings.artifact_graphs,
             launch_lists=settings.launch_lists,
             ways=graph_ways(settings),
+            uses=GraphUses(context.background, self._uses_dir),
         )
         loader = StageLoader(core, source, context.settings.pool_path, artifacts)
         groups = Groups(core, context.settings.dataplane_host, context.settings.secrets_dir)

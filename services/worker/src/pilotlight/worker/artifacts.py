@@ -28,12 +28,12 @@ from pilotlight.common.messages.graphs import GraphWays, RangeFile, StageGraphs,
 from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
-from pilotlight.policy.graphs.restoring import used
 from pilotlight.policy.ids import Digest, InstanceId, ModelName
 from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.found import Found, blobs_of, has_a_range, is_whole, may_grow
 from pilotlight.worker.graph_files import GraphFiles, WrongArchive
+from pilotlight.worker.graph_uses import GraphUses
 
 log = structlog.get_logger()
 
@@ -111,6 +111,8 @@ class _Stage:
     """Its graphs do not."""
     unsettled: bool = False
     """It has compiled kernels that have given nothing yet."""
+    told: bool = False
+    """It has told of some of what it used."""
 
 
 class Artifacts:
@@ -125,6 +127,7 @@ class Artifacts:
         graphs: bool = False,
         launch_lists: bool = False,
         ways: GraphWays | None = None,
+        uses: GraphUses | None = None,
     ) -> None:
         """Knows of none yet.
 
@@ -135,6 +138,7 @@ class Artifacts:
             graphs: engines restore those of artifacts, and their compiled kernels.
             launch_lists: steps do not wait for those graphs.
             ways: how they restore graphs.
+            uses: how often graphs were used; None: it is known for as long as this is.
         """
         self._with_graphs, self._ways = graphs, ways or GraphWays()
         self.launch_lists = launch_lists
@@ -149,8 +153,7 @@ class Artifacts:
         self._fetching: dict[Digest, asyncio.Task[None]] = {}
         self._stages: OrderedDict[InstanceId, _Stage] = OrderedDict()
         """Those that were told where their graphs or kernels are."""
-        self._uses: OrderedDict[Digest, dict[int, int]] = OrderedDict()
-        """By fingerprint, of stages that have gone."""
+        self._uses = uses or GraphUses(core.background)
         self._suspected: dict[Digest, int] = {}
         """Engines that ended with an artifact's kernels unsettled."""
 
@@ -184,7 +187,7 @@ class Artifacts:
             graphs,
             kernels,
             (RangeFile(layers=hold.stage, path=ranged),) if ranged else (),
-            self._uses.get(digest, {}),
+            await self._uses.of(digest),
             self._ways,
         )
 
@@ -205,10 +208,8 @@ class Artifacts:
         if stage is None:
             return
         if told.uses:
-            digest = self._stages.pop(told.instance_id).fingerprint
-            self._uses[digest] = used(self._uses.pop(digest, {}), told.uses)
-            while len(self._uses) > REMEMBERED:
-                self._uses.popitem(last=False)
+            self._uses.add(stage.fingerprint, told.uses, again=stage.told)
+            stage.told = True
         elif told.refused and not stage.refused:
             stage.refused = True
             self._refuse(stage.fingerprint, stage.model, told.instance_id, told.refused)

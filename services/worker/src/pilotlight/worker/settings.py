@@ -20,6 +20,11 @@ class WorkerSettings(ServiceSettings):
         Path(".pilotlight/logs"),
         description="Folder for the log of the worker's engine. `-`: it writes where the worker does.",
     )
+    state_dir: Path | None = Field(
+        None,
+        description="The loader's folder for what must outlive a restart: workers keep there how often graphs of artifacts were used. "
+        "Empty: that is forgotten when a worker ends.",
+    )
     device: Literal["cpu", "cuda", "sim"] = Field(
         "cpu", description="What runs models: CPU cores, an NVIDIA GPU, or a simulation."
     )

@@ -117,4 +117,5 @@ class StageGraphs(Message, tag="graphs", frozen=True, kw_only=True):
     """By name, why no (further) graph is restored: graphs are captured as they are used."""
     message: str = ""
     uses: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    """How often steps of each size ran; told when the stage goes."""
+    """How often steps of each size ran since this was told last: now and then, and when the stage
+    goes."""

@@ -61,11 +61,21 @@ def prompt_size(rows: int) -> int:
     return PROMPTS + rows
 
 
-def used(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
-    """How often each size is used, as a stage is to know it that is restored next: what was used
-    last counts twice as much as what was used before that.
+def used(
+    before: Mapping[int, int], now: Mapping[int, int], *, again: bool = False
+) -> dict[int, int]:
+    """How often each size is used, as a stage is to know it that is restored next: what a stage
+    used counts twice as much as what was used before that.
+
+    Args:
+        before: as it was known.
+        now: what a stage used.
+        again: some of what it used is in ``before``.
     """
-    return {size: before.get(size, 0) // 2 + now.get(size, 0) for size in sorted({*before, *now})}
+    weight = 1 if again else 2
+    return {
+        size: before.get(size, 0) // weight + now.get(size, 0) for size in sorted({*before, *now})
+    }
 
 
 def size_of(restoring: Restoring, rows: int) -> int | None:

@@ -33,9 +33,16 @@ CUDA_MODULES = tuple(
     f"pilotlight.engine.cuda.{name}" for name in ("arena", "graphs", "peers", "runner", "sampler")
 )
 """What an engine on a GPU needs besides; none of them opens a device when it is imported."""
-NOT_AT_START = "torch._meta_registrations"
-"""Shapes of operations on tensors without memory, for compilers. torch imports it at its own end, a
-quarter of its import's processor time."""
+NOT_AT_START = (
+    "torch._meta_registrations",
+    "torch.distributions",
+    "torch.export",
+    "torch.masked",
+    "torch.quantization",
+)
+"""What torch imports at its own end, where nothing of it is built on that. The first is shapes of
+operations on tensors without memory, for compilers: a quarter of its import's processor time. The
+others have a tenth of its modules."""
 WARM_UP_AFTER_S = 1.0
 """An engine that has come up and gets no model meanwhile warms up by itself. Before that a request
 may have waited for it, and its model is on the way."""
@@ -46,10 +53,12 @@ pauses of one client that asks for one answer after the other."""
 
 
 class _Later(ModuleType):
-    """Stands where a module will be, and is that as soon as something of it is asked for."""
+    """Stands where a module will be, and is that as soon as something of it is asked for, a module
+    within it among that.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -58,15 +67,16 @@ class _Later(ModuleType):
 
 def import_torch() -> None:
     """Imports torch without ``NOT_AT_START``, which who imports it afterwards still gets."""
-    if "torch" in sys.modules or NOT_AT_START in sys.modules:
+    if "torch" in sys.modules:
         return
-    later = _Later(NOT_AT_START)
-    sys.modules[NOT_AT_START] = later
+    later = {name: _Later(name) for name in NOT_AT_START if name not in sys.modules}
+    sys.modules.update(later)
     try:
         importlib.import_module("torch")
     finally:
-        if sys.modules.get(NOT_AT_START) is later:
-            del sys.modules[NOT_AT_START]
+        for name, module in later.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
 
 
 def import_engine(*, cuda: bool) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
+USES_TOLD_AFTER = 64
+"""Turns of the loop after which a stage first tells what it has used; then after twice as many, and
+so on: who ends without a word has told half of it, in a few messages."""
+
+
 @dataclass(slots=True)
 class _Restored:
     plan: "RestoredGraphs"
@@ -43,6 +48,23 @@ class _Restored:
     trigger: Callable[[], None]
     awaited: set[int]
     """Parts that are in place before it triggers kernels; none: nothing triggers any."""
+    told_uses: dict[int, int] = field(default_factory=dict[int, int])
+    turns: int = 0
+    due: int = USES_TOLD_AFTER
+
+    def turn(self) -> dict[int, int]:
+        """A turn of the loop is over: what was used since it was told last, if that is due."""
+        self.turns += 1
+        if self.turns < self.due:
+            return {}
+        self.due *= 2
+        return self.untold()
+
+    def untold(self) -> dict[int, int]:
+        """How often each size was used since this was asked last."""
+        before, now = self.told_uses, self.plan.uses
+        self.told_uses = now
+        return {size: n for size in now if (n := now[size] - before.get(size, 0)) > 0}
 
 
 class GraphPlans:
@@ -90,6 +112,8 @@ class GraphPlans:
         """What has changed since the last time."""
         said, self._gone = self._gone, []
         for instance_id, one in self._restored.items():
+            if uses := one.turn():
+                said.append(StageGraphs(instance_id=instance_id, uses=uses))
             now = one.plan.news
             if now == one.told:
                 continue
@@ -113,7 +137,7 @@ class GraphPlans:
     def drop(self, instance_id: InstanceId) -> None:
         """The stage is held no longer: what is to be remembered of its graphs is told."""
         restored = self._restored.pop(instance_id, None)
-        if restored is not None and (uses := restored.plan.uses):
+        if restored is not None and (uses := restored.untold()):
             self._gone.append(StageGraphs(instance_id=instance_id, uses=uses))
         self._recorders.pop(instance_id, None)
 
