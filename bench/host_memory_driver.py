@@ -104,9 +104,9 @@ class Driver:
         self.call("cuMemHostUnregister", c_void_p(address))
 
     def host_node(self) -> int:
-        """Of the host's memory that is nearest to the device; 0 where it has no nodes."""
+        """Of the host's memory that is nearest to the device; -1 where the host has no nodes."""
         device = self._made(c_int, "cuDeviceGet", c_int(0))
-        return max(0, self._made(c_int, "cuDeviceGetAttribute", c_int(HOST_NODE), c_int(device)))
+        return self._made(c_int, "cuDeviceGetAttribute", c_int(HOST_NODE), c_int(device))
 
     def granule(self, node: int) -> int:
         """Bytes that memory of a host's node is made in."""

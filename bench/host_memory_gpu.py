@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from host_memory_job import KINDS, SLABS
@@ -55,20 +56,24 @@ def job(kind: str, seconds: float, asked: argparse.Namespace) -> Iterator[dict[s
     """What a kind's process says."""
     given = kind, asked.folder, bytes_of(asked.gib), asked.rounds, seconds, asked.driver
     command = [sys.executable, str(JOB), *map(str, given)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:
-        try:
-            said, errors = process.communicate(timeout=seconds + GRACE_S)
-            ended = f"exit status {process.returncode}" if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, errors = process.communicate()
-            ended = "it took too long"
-    for line in said.splitlines():
+    ended = ""
+    # Files, and no pipes: what a process started may hold these open when it is gone.
+    with TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, stdout=said, stderr=errors) as process:
+            try:
+                if status := process.wait(seconds + GRACE_S):
+                    ended = f"exit status {status}"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                ended = "it took too long"
+        said.seek(0)
+        errors.seek(0)
+        lines, why = said.read().splitlines(), errors.read()[-TOLD_CHARACTERS:]
+    for line in lines:
         if line.startswith("{"):
             yield json.loads(line)
     if ended:
-        yield {"what": f"{kind}: its process", "failed": f"{ended}: {errors[-TOLD_CHARACTERS:]}"}
+        yield {"what": f"{kind}: its process", "failed": f"{ended}: {why}"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -77,7 +77,6 @@ class Bench:
     def steps(self) -> Iterator[Step]:
         """What is measured of the kind, in order."""
         if self.kind == "driver":
-            self._node = self._driver.host_node()
             yield "memory", self._making
             yield from self._steps("import")
             yield "a second process with a context writes", partial(self._written, context=True)
@@ -135,8 +134,9 @@ class Bench:
 
     def _making(self) -> Told:
         """All of it made and mapped, as its maker would."""
-        size, node = self._sizes[0], self._node
-        told: Told = {"node": node, "granule_bytes": self._driver.granule(node)}
+        size, said = self._sizes[0], self._driver.host_node()
+        self._node = node = max(0, said)
+        told: Told = {"host_node": said, "granule_bytes": self._driver.granule(node)}
         memory = made_by_driver(self._driver, self._num_bytes, size, node)
         try:
             slabs = Imported(self._driver, memory.descriptors, size, node)
