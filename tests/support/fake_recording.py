@@ -1,5 +1,5 @@
-"""A process that captures two graphs over the fake driver, as an engine's does on a device, and what
-recorders write down of it: for tests of recordings on machines without a GPU.
+"""A process that captures two graphs over the fake driver, as an engine's does on a device, and
+what recorders write down of it: for tests of recordings on machines without a GPU.
 """
 
 import ctypes

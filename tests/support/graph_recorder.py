@@ -32,7 +32,7 @@ from pilotlight.engine.cuda.tracing import TracingRecorder
 KIND, ROWS, LENGTHS = "llama", (1, 2, 4), (16,)
 """Of ``random_models``; of decode steps; of prompts."""
 PLACES = {"witness": (1, 3), "third": (2, 5), "ours": (0, 2)}
-"""Of each process: the first of ``ADDRESSES`` that it tries, and a slot; the witness comes first."""
+"""The first of ``ADDRESSES`` that each process tries, and its slot; the witness comes first."""
 PROCESS_S = 300.0
 
 
