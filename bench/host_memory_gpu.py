@@ -40,8 +40,7 @@ from pilotlight.native.device import LIBCUDA
 JOB = Path(__file__).resolve().with_name("host_memory_job.py")
 SHARED_MEMORY = "/dev/shm"
 SECONDS, GRACE_S, SHARE = 110.0, 5.0, 1.5
-"""All together; for a step that began in time; of its part, which a kind may take: others take
-less."""
+"""All together; for a step that has begun; how many even shares of what is left a kind may take."""
 TOLD_CHARACTERS = 400
 
 
