@@ -15,7 +15,7 @@ LIMITED := --max-worker-restart 0 -o faulthandler_timeout=240 -o faulthandler_ex
 # Status 5 says that a folder has no tests of the kind: no failure when one folder is asked for.
 OR_NONE := || [ $$? -eq 5 ]
 
-.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-products-gpu bench-products-fp8-gpu bench-chunks-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results bench-overload
+.PHONY: help demo demo-groups up test fuzz-archives fuzz-manifests test-e2e test-chaos test-chaos-groups test-hostile test-compose test-clients test-streams test-s3 test-ui test-bundle test-gpu bundle check format docs bench-cold-start bench-groups bench-cache bench-cache-real bench-control bench-scheduler bench-simulator bench-validation bench-failover bench-engine-death bench-engine-cpu bench-engine-gpu bench-served-gpu bench-starvation bench-floods bench-gateway bench-attention-gpu bench-products-gpu bench-products-fp8-gpu bench-chunks-gpu bench-host-memory-gpu bench-promises bench-kv-return bench-dataplane bench-local-fetch bench-pictures soak soak-served lock clean bench-cache-gpu bench-groups-tokens bench-groups-busy bench-groups-gpu bench-materialize fuzz-bodies bench-medusa bench-medusa-traces bench-medusa-results bench-overload
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -200,6 +200,9 @@ bench-attention-gpu:  ## prefill attention on this machine's GPU by head width a
 
 bench-chunks-gpu:  ## how much of a long prompt a step takes beside running requests, on this machine's GPU, as JSON: ARGS='--shape 4B --chunks 0 1024'; PYTHON= as above
 	@$(or $(PYTHON),$(PY)) bench/chunks_gpu.py $(ARGS)
+
+bench-host-memory-gpu:  ## what it takes to register host memory of several kinds with this machine's GPU, and who waits meanwhile, as JSON: ARGS='--kinds tmpfs driver --gib 4'; PYTHON= as above
+	@$(or $(PYTHON),$(PY)) bench/host_memory_gpu.py $(ARGS)
 
 bench-promises:  ## goodput of an instance that is asked too much, with and without promises kept, in simulated time, as JSON
 	@tools/bootstrap.sh runtime

@@ -302,6 +302,7 @@ int cuStreamDestroy_v2(void *stream) {
     delete static_cast<int *>(stream);
     return 0;
 }
+int cuStreamSynchronize(void *) { return fake_entered("cuStreamSynchronize"); }
 int cuStreamWaitEvent(void *, void *, unsigned) {
     ENTER("cuStreamWaitEvent");
     return 0;

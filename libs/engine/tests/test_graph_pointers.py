@@ -12,112 +12,20 @@ from typing import Any, cast
 import pytest
 import torch
 from fake_cuda import MIB, fake_cuda
-from graph_archives import ImageMaker, form_notes
-from graph_driver import Driver
-from random_models import spec_of
+from fake_recording import HERE, NAME, OURS, SEGMENT, SLOT_BYTES, THEIRS, Process
 from restored_rig import StandInSteps, places_in
 
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.fitting import Fitting, GraphsRefused, places_of
-from pilotlight.engine.cuda.indirect import Anywhere, Replay, stage_allocations
-from pilotlight.engine.cuda.recording import GraphRecorder, NotRecorded
+from pilotlight.engine.cuda.indirect import Anywhere, Replay
+from pilotlight.engine.cuda.recording import NotRecorded
 from pilotlight.engine.cuda.traces import PERMANENT, TEMPORARY, with_addresses
-from pilotlight.engine.cuda.tracing import TracingRecorder
 from pilotlight.engine.device.memory import StageMemory
-from pilotlight.engine.models.registry import decoder_of
-from pilotlight.native.graphs import GraphArchive, GraphDump, add_image, dump_graphs
+from pilotlight.native.graphs import GraphArchive
 from pilotlight.native.library import NativeError
 from pilotlight.native.pointers import moved, nodes_of, pointers_of, with_pointers
 from pilotlight.policy.graphs.trace import TraceRefused
 from pilotlight.policy.materialized import GraphLayout, Trial
-from pilotlight.policy.model import Dtype
-
-SLOT_BYTES = 64 << 30
-OURS, THEIRS, HERE = 0x6100_0000_0000, 0x5200_0000_0000, 0x4300_0000_0000
-NAME = "kernel_of_pointers"
-LOOKS_LIKE_ONE = OURS + 4096
-"""A constant, in every process."""
-SEGMENT = 2 * MIB
-
-
-class Process:
-    """One with an arena and a stage, which captures two graphs in what torch takes."""
-
-    def __init__(self, address: int, slot: int, *, busy: bool = False, stale: int = 0) -> None:
-        fake = fake_cuda()
-        self.arena = CudaArena(
-            0,
-            driver=fake.path,
-            device=torch.device("cpu"),
-            num_slots=2,
-            slot_bytes=SLOT_BYTES,
-            addresses=(address,),
-        )
-        spec = spec_of("llama", Dtype.BFLOAT16)
-        self.memory = StageMemory(self.arena, decoder_of(spec), spec.whole, spec.dtype, slot)
-        self.graphs = self.arena.graph_pool(slot)
-        self.pool = self.graphs.memory
-        self.driver = Driver(ctypes.CDLL(fake.path))
-        image = ImageMaker([NAME], notes=form_notes((8, 8, 8), 128)).image()
-        self.function = self.driver.load(image, NAME)
-        add_image(image, self.function)
-        self.stale = stale
-        self.held = [self.pool.take(SEGMENT)]
-        self.logits = self.held[0]
-        if busy:
-            self.held.append(self.pool.take(3 * SEGMENT))
-        self.parameter = stage_allocations(self.memory)[1].address + 64
-
-    def graph(self, first: int, second: int) -> int:
-        """Two kernels: each writes to its first parameter."""
-        graph = self.driver.graph()
-        rows = (first + 128, self.parameter, LOOKS_LIKE_ONE), (self.logits, second + 64, self.stale)
-        before: tuple[int, ...] = ()
-        for row in rows:
-            params = b"".join(word.to_bytes(8, "little") for word in row)
-            before = (self.driver.kernel(graph, self.function, params, before=before),)
-        return graph
-
-    def record(self, witness: bytes | None = None, **changes: Any) -> bytes:
-        """What the recorder writes down: the second capture takes what lies where a segment of the
-        first one did, as in MEDUSA's Figure 6.
-        """
-        recorder: Any = TracingRecorder(witness)
-        recorder._scratch = SimpleNamespace(graphs=self.graphs)
-        recorder._tags, recorder._counts = [8, 4], [1]
-        gone, kept = self.pool.take(SEGMENT), self.pool.take(SEGMENT)
-        recorder._counts.append(3)
-        self.pool.give(gone)
-        again = self.pool.take(SEGMENT)
-        recorder._counts.append(5)
-        assert again == gone
-        self.held += [kept, again]
-        graphs = {8: self.graph(kept, kept), 4: self.graph(again, kept)}
-        if changes.get("orphan"):
-            graphs[8] = self.graph(gone, kept)
-        if changes.get("permanent"):
-            recorder._permanent = {kept}
-            first = self.memory.graph_pool_bytes(1).data_ptr()
-            recorder._kept = torch.arange(4 * SEGMENT, dtype=torch.int64).to(torch.uint8)
-            assert kept - first == 2 * SEGMENT
-        dump = dump_graphs(graphs, self.arena.native_arena)
-        recorder.__dict__["dump"] = dump
-        return recorder._dump(self.memory, None, (8, 4)).archive
-
-    def close(self) -> None:
-        for address in self.held:
-            self.pool.give(address)
-        self.graphs.close()
-        self.memory.close()
-        self.arena.close()
-
-
-@pytest.fixture(autouse=True)
-def dumped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dump(recorder: Any, memory: object, steps: object, sizes: object) -> GraphDump:
-        return recorder.__dict__["dump"]
-
-    monkeypatch.setattr(GraphRecorder, "_dump", dump)
 
 
 @pytest.fixture
