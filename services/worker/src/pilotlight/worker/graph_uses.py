@@ -79,8 +79,10 @@ class GraphUses:
         """Of this worker, one reads or writes."""
 
     async def of(self, digest: Digest) -> dict[int, int]:
-        """How often each size of an artifact was used, with what was told before."""
-        if self._folder is not None:
+        """How often each size of an artifact was used. A start of one that this worker knows does
+        not wait for its file: the others' latest news are worth less than a millisecond.
+        """
+        if self._folder is not None and digest not in self._known:
             with suppress(DeadlineExceeded):
                 reading = self._read_again(self._folder, digest)
                 await within(READ_S, reading, "reading how often graphs were used")
