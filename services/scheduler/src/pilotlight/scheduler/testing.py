@@ -29,14 +29,7 @@ from pilotlight.common.messages.reports import (
     loader_report_subject,
     worker_report_subject,
 )
-from pilotlight.common.messages.room import (
-    Confirm,
-    Confirmed,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-)
+from pilotlight.common.messages.room import Confirm, Confirmed, Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
