@@ -195,9 +195,15 @@ def test_what_is_no_file_is_none(tmp_path: Path) -> None:
     assert read_uses(tmp_path / "nowhere" / "x.json") is None
 
 
+@pytest.fixture(scope="module")
+def uses_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For all examples of a property. Nothing else lies there: what is too old there goes."""
+    return tmp_path_factory.mktemp("uses")
+
+
 @given(data=st.binary(max_size=200) | st.text(alphabet='{}[]":,01-format uses', max_size=60))
-def test_the_reader_raises_nothing(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "uses-garbage.json"
+def test_the_reader_raises_nothing(uses_folder: Path, data: Any) -> None:
+    path = uses_folder / "garbage.json"
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     found = read_uses(path)
     assert found is None or all(size > 0 and times > 0 for size, times in found.items())
@@ -209,9 +215,9 @@ def test_the_reader_raises_nothing(tmp_path_factory: pytest.TempPathFactory, dat
     length=st.integers(0, 61),
 )
 def test_a_file_that_was_changed_is_read_within_bounds_or_not_at_all(
-    tmp_path_factory: pytest.TempPathFactory, place: int, bit: int, length: int
+    uses_folder: Path, place: int, bit: int, length: int
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "uses-changed.json"
+    path = uses_folder / "changed.json"
     write_uses(path, {1: 900, 8: 30, PROMPTS + 512: 7})
     data = bytearray(path.read_bytes())
     data[place % len(data)] ^= 1 << bit
@@ -227,10 +233,8 @@ def test_a_file_that_was_changed_is_read_within_bounds_or_not_at_all(
         st.integers(1, 2 * PROMPTS - 1), st.integers(0, 2 * MOST_TIMES), max_size=2 * MOST_SIZES
     )
 )
-def test_what_is_written_is_read_again(
-    tmp_path_factory: pytest.TempPathFactory, uses: dict[int, int]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "uses-whole.json"
+def test_what_is_written_is_read_again(uses_folder: Path, uses: dict[int, int]) -> None:
+    path = uses_folder / "whole.json"
     write_uses(path, uses)
     assert path.stat().st_size <= MAX_BYTES
     found = read_uses(path)
