@@ -19,20 +19,12 @@ from pilotlight.cache.room import RoomMaker
 from pilotlight.cache.settings import HostCopies
 from pilotlight.cache.testing import hear
 from pilotlight.common.clock import SystemClock
-from pilotlight.common.errors import DatabaseUnavailable, NoRoom
-from pilotlight.common.messages.room import Confirm, Release, Reserve, Reserved
+from pilotlight.common.errors import DatabaseUnavailable
+from pilotlight.common.messages.room import Release, Reserve, Reserved
 from pilotlight.common.service import Background
 from pilotlight.common.testing import until
 from pilotlight.policy.eviction.base import EvictionRules
-from pilotlight.policy.ids import (
-    Digest,
-    Generation,
-    GrantId,
-    InstanceId,
-    ModelName,
-    NodeId,
-    WorkerId,
-)
+from pilotlight.policy.ids import Digest, GrantId, InstanceId, ModelName, NodeId, WorkerId
 from pilotlight.policy.lending import LendingRules
 from pilotlight.policy.scaling import ScalingRules
 from pilotlight.policy.testing import node, worker
@@ -99,20 +91,16 @@ class Rig:
             CacheMeasures(self.books, CollectorRegistry()),
         )
 
-    def reserve(
-        self, *, early: bool = False, generation: int = 0, device_bytes: int = 1
-    ) -> Coroutine[Any, Any, Reserved]:
+    def reserve(self) -> Coroutine[Any, Any, Reserved]:
         wanted = Reserve(
             instance_id=InstanceId("i"),
             model=ModelName("m"),
             digest=Digest("d"),
             worker_id=WorkerId("w0"),
             node_id=NodeId("n0"),
-            device_bytes=device_bytes,
+            device_bytes=1,
             host_part_bytes=(1,),
             lease_s=30.0,
-            generation=Generation(generation),
-            early=early,
         )
         return self.room.reserve(wanted)
 
@@ -183,53 +171,3 @@ async def test_giving_back_that_is_broken_off_is_ended_later(rig: Rig) -> None:
     await rig.room.lapse()
     assert not rig.rows.rows
     assert rig.agrees
-
-
-# Answers before the row.
-
-
-async def test_who_will_ask_again_is_answered_before_the_row_is_there(rig: Rig) -> None:
-    rig.rows.may_add.clear()
-    granted = await rig.reserve(early=True)
-    assert not granted.written
-    assert granted.grant_id in rig.books.grants, "no other grant counts on these bytes"
-    assert await rig.reserve(early=True) == granted
-    confirming = asyncio.create_task(rig.room.confirm(Confirm(grant_id=granted.grant_id)))
-    late = asyncio.create_task(rig.reserve())
-    await asyncio.wait({confirming, late}, timeout=0.05)
-    assert not confirming.done()
-    assert not late.done()
-    rig.rows.may_add.set()
-    await confirming
-    assert await late == Reserved(grant_id=granted.grant_id)
-    assert rig.rows.rows == {granted.grant_id}
-    await rig.room.confirm(Confirm(grant_id=granted.grant_id))
-    assert rig.rows.adding == 1
-
-
-async def test_a_row_that_cannot_be_written_is_not_confirmed(rig: Rig) -> None:
-    rig.rows.may_add.clear()
-    rig.rows.breaks_in_commit = True
-    granted = await rig.reserve(early=True)
-    confirming = asyncio.create_task(rig.room.confirm(Confirm(grant_id=granted.grant_id)))
-    await until(lambda: rig.rows.adding == 1)
-    rig.rows.may_add.set()
-    with pytest.raises(DatabaseUnavailable):
-        await confirming
-    with pytest.raises(NoRoom, match="is not kept"):
-        await rig.room.confirm(Confirm(grant_id=granted.grant_id))
-    assert not rig.books.grants
-    await rig.room.lapse()
-    assert rig.agrees
-
-
-async def test_a_grant_in_the_place_of_another_is_answered_when_its_row_is_there(rig: Rig) -> None:
-    first = await rig.reserve(early=True, generation=1)
-    await rig.room.confirm(Confirm(grant_id=first.grant_id))
-    rig.rows.may_add.clear()
-    grown = asyncio.create_task(rig.reserve(early=True, generation=2, device_bytes=2))
-    await until(lambda: rig.rows.adding == 2)
-    assert not grown.done()
-    rig.rows.may_add.set()
-    assert (await grown).written
-    assert list(rig.books.grants) == [(await grown).grant_id]

@@ -16,14 +16,7 @@ from pilotlight.common.db.session import Database
 from pilotlight.common.envelope import Timed
 from pilotlight.common.messages.events import EVENT_SUBJECTS, Event
 from pilotlight.common.messages.hold import NodeHold, WorkerHold
-from pilotlight.common.messages.room import (
-    CONFIRM_SUBJECT,
-    RELEASE_SUBJECT,
-    RESERVE_SUBJECT,
-    Confirm,
-    Release,
-    Reserve,
-)
+from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
 from pilotlight.common.service import Application
 from pilotlight.common.settings import BusSettings, DatabaseSettings
 from pilotlight.common.testing import MakeContext, ReconnectingBus
@@ -118,7 +111,6 @@ async def rig(
         await bus.subscribe("v1.loader.n0.hold", Timed[NodeHold], rig.on_node_hold),
         await bus.subscribe(EVENT_SUBJECTS, Event, rig.on_event),
         await bus.serve(RESERVE_SUBJECT, Reserve, rig.on_reserve),
-        await bus.serve(CONFIRM_SUBJECT, Confirm, rig.on_confirm),
         await bus.serve(RELEASE_SUBJECT, Release, rig.on_release),
     ]
     bucket = await bus.bucket(INSTANCES)

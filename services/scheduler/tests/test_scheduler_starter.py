@@ -1,6 +1,5 @@
 """How a start asks for room, what a refusal leaves, and what nodes are told of it."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from pilotlight.common.errors import HostPoolFull, NoRoom
 from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT, NeverFits
 from pilotlight.common.messages.hold import NodeHold, Peer, WorkerHold
 from pilotlight.common.service import Application
-from pilotlight.common.testing import until
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.ids import NodeId
 from pilotlight.policy.plan import InstanceState
@@ -61,39 +59,6 @@ async def test_refusals_that_alternate_are_recorded_once_each(rig: Rig) -> None:
         await rig.tried(tries)
     rows = await rig.rows(select(tables.decisions))
     assert sorted(row.outcome["refused"] for row in rows) == ["host_pool_full", "no_room"]
-
-
-async def test_rows_are_written_while_the_cache_writes_its_own(rig: Rig) -> None:
-    rig.confirms_from = asyncio.Event()
-    await rig.demand()
-    await rig.until(lambda: rig.confirmed)
-    assert rig.reserved[0].early
-    await until(lambda: rig.rows(select(tables.instances)))
-    assert not rig.shown, "nobody is told before the room is kept"
-    assert rig.worker_hold is not None
-    assert not rig.worker_hold.holds
-    rig.confirms_from.set()
-    instance = await rig.shown_as(S.FETCHING)
-    assert instance.placements[0].grant_id == rig.confirmed[0]
-    await rig.ordered(instance.instance_id)
-
-
-async def test_a_start_whose_room_is_not_kept_ends_before_anybody_is_told(rig: Rig) -> None:
-    rig.confirms_from = asyncio.Event()
-    rig.unkept = NoRoom("grant grant-1 is not kept")
-    rig.confirms_from.set()
-    await rig.demand()
-    await rig.until(lambda: rig.released)
-    assert rig.released == rig.confirmed[:1]
-    failed = (await rig.rows(select(tables.instances)))[0]
-    assert failed.state == S.FAILED
-    assert "its room is not kept" in failed.body["reason"]
-    assert rig.worker_hold is not None
-    assert not rig.worker_hold.holds, "the worker was told of nothing"
-    rig.unkept = None
-    await rig.tried(2)
-    instance = await rig.shown_as(S.FETCHING)
-    assert instance.instance_id != failed.instance_id
 
 
 async def test_a_node_is_told_at_once_from_whom_to_fetch_and_the_next_leader_says_the_same(

@@ -157,7 +157,6 @@ RIGHTS: dict[str, Rights] = {
             hold.worker_hold_subject(_ANY_WORKER),
             hold.node_hold_subject(_ANY_NODE),
             room.RESERVE_SUBJECT,
-            room.CONFIRM_SUBJECT,
             room.RELEASE_SUBJECT,
             artifacts.FIND_ARTIFACTS_SUBJECT,
             reports.COALESCE_SUBJECT,
@@ -187,7 +186,6 @@ RIGHTS: dict[str, Rights] = {
         ),
         subscribe=(
             room.RESERVE_SUBJECT,
-            room.CONFIRM_SUBJECT,
             room.RELEASE_SUBJECT,
             arrivals.ARRIVAL_SUBJECTS,
             *_REPORTS,

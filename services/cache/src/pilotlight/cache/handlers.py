@@ -22,14 +22,7 @@ from pilotlight.common.bus import Subscription
 from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable
 from pilotlight.common.messages.arrivals import ARRIVAL_SUBJECTS, Arrivals
-from pilotlight.common.messages.room import (
-    CONFIRM_SUBJECT,
-    RELEASE_SUBJECT,
-    RESERVE_SUBJECT,
-    Confirm,
-    Release,
-    Reserve,
-)
+from pilotlight.common.messages.room import RELEASE_SUBJECT, RESERVE_SUBJECT, Release, Reserve
 from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.service import Context
@@ -127,7 +120,6 @@ class Handlers:
         bus = self._context.bus
         # One by one: what is served when this is cancelled is ended like the rest.
         self._answering.append(await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve))
-        self._answering.append(await bus.serve(CONFIRM_SUBJECT, Confirm, self._room.confirm))
         self._answering.append(await bus.serve(RELEASE_SUBJECT, Release, self._room.release))
         self._periodic = [
             self._context.background.spawn("sweep", self._sweep()),

@@ -30,8 +30,6 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
-    Confirm,
-    Confirmed,
     Release,
     Released,
     Reserve,
@@ -50,7 +48,7 @@ has not heard of the grant."""
 
 
 class RoomMaker:
-    """Answers ``Reserve``, ``Confirm`` and ``Release``."""
+    """Answers ``Reserve`` and ``Release``."""
 
     def __init__(
         self,
@@ -103,11 +101,8 @@ class RoomMaker:
         async with self._locks[request.node_id]:
             known = self._books.grant_of(request.instance_id, request.worker_id)
             if known is not None and not _grows(known, request):
-                if not request.early:
-                    await self._written(known.grant_id)
-                return Reserved(
-                    grant_id=known.grant_id, written=known.grant_id not in self._writing
-                )
+                await self._written(known.grant_id)
+                return Reserved(grant_id=known.grant_id)
             if request.node_id in self._books.draining:
                 raise NoRoom(f"node {request.node_id} is being drained", retry_after_s=1.0)
             evicted = Evicted()
@@ -139,9 +134,7 @@ class RoomMaker:
             # The worker gives a newcomer room by itself; this way it has begun.
             with suppress(BusUnavailable):
                 await self._lender.follow(request.worker_id)
-            # The row of a grant that another one takes the place of is in the way of its own.
-            if known is not None or not request.early:
-                await self._written(grant.grant_id)
+            await self._written(grant.grant_id)
             if known is not None:
                 # Not before: until the row is there, in the place of its own, the stage has what it
                 # had.
@@ -150,22 +143,7 @@ class RoomMaker:
                 grant_id=grant.grant_id,
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
                 dropped_copies=tuple(Digest(victim.subject) for victim in evicted.copies),
-                written=grant.grant_id not in self._writing,
             )
-
-    async def confirm(self, request: Confirm) -> Confirmed:
-        """Return when the row of a grant is there that was answered early.
-
-        Raises:
-            NoRoom: the grant is not known any more: its row could not be written, or the cache that
-                made it is gone.
-            NotSole: another cache answers by now.
-            DatabaseUnavailable: the row cannot be written.
-        """
-        await self._written(request.grant_id)
-        if request.grant_id not in self._books.grants:
-            raise NoRoom(f"grant {request.grant_id} is not kept", retry_after_s=1.0)
-        return Confirmed()
 
     def _note(self, evicted: Evicted) -> None:
         now_s = self._clock.monotonic_s()

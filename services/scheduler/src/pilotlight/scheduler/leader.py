@@ -125,7 +125,6 @@ class Term:
             room=self._room,
             teller=self._teller,
             publisher=self._publisher,
-            applier=self._applier,
             cold_starts=self.cold_starts,
             metrics=metrics,
             clock=self._clock,

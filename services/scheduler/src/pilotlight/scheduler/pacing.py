@@ -27,11 +27,6 @@ class Pressing:
         self._count = 0
         self._none = asyncio.Event()
 
-    @property
-    def any(self) -> bool:
-        """There are some."""
-        return self._count > 0
-
     @contextmanager
     def one(self) -> Generator[None]:
         """From a start's room to its command."""

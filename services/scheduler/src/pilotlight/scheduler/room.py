@@ -2,19 +2,14 @@
 
 import random
 from collections.abc import Callable
-from typing import TypeVar
 
 import structlog
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.errors import DeadlineExceeded, NotLeader, PilotlightError, StaleCommand
-from pilotlight.common.messages.codec import Message
 from pilotlight.common.messages.room import (
-    CONFIRM_SUBJECT,
     RELEASE_SUBJECT,
     RESERVE_SUBJECT,
-    Confirm,
-    Confirmed,
     Release,
     Released,
     Reserve,
@@ -27,8 +22,6 @@ from pilotlight.policy.plan import Instance, Placement
 from pilotlight.scheduler.effects import Effects
 
 log = structlog.get_logger()
-
-Answer = TypeVar("Answer", bound=Message)
 
 RESERVE_DEADLINE_S = 2.0
 RESERVE_TRIES = 3
@@ -71,7 +64,6 @@ class RoomClient:
         protected: tuple[InstanceId, ...] = (),
         *,
         free_room: bool = False,
-        early: bool = False,
     ) -> Reserved:
         """Ask for room for one stage.
 
@@ -82,7 +74,6 @@ class RoomClient:
             protected: Instances on the worker's device that stay, beside those that are owed
                 service.
             free_room: Nothing goes for it, on the device or in the host pool.
-            early: The answer need not wait for the grant's row: ``confirm`` does.
 
         Raises:
             NoRoom: the cache can free none, on the device or in the host pool.
@@ -107,32 +98,17 @@ class RoomClient:
             generation=instance.generation,
             protected=tuple(dict.fromkeys((*self._owed(placement.worker_id), *protected))),
             free_room=free_room,
-            early=early,
         )
-        try:
-            # It may have been granted all the same: asked again, the cache gives the same grant.
-            return await self._asked(RESERVE_SUBJECT, request, Reserved)
-        except StaleCommand as error:
-            raise NotLeader(f"another leads: {error.message}") from error
-
-    async def confirm(self, grant_id: GrantId) -> None:
-        """Return when the row of a grant is there that was answered early.
-
-        Raises:
-            NoRoom: the grant is not kept.
-            TransientError: nobody can say so, or not in time.
-            NotLeader: the lease has run out.
-        """
-        await self._asked(CONFIRM_SUBJECT, Confirm(grant_id=grant_id), Confirmed)
-
-    async def _asked(self, subject: str, request: Message, reply: type[Answer]) -> Answer:
-        """Ask the cache for what is the same however often it is asked for."""
         for attempt in range(1, RESERVE_TRIES + 1):
             try:
                 return await self._bus.request(
-                    subject, request, reply, deadline_s=RESERVE_DEADLINE_S
+                    RESERVE_SUBJECT, request, Reserved, deadline_s=RESERVE_DEADLINE_S
                 )
+            except StaleCommand as error:
+                raise NotLeader(f"another leads: {error.message}") from error
             except DeadlineExceeded:
+                # It may have been granted all the same: asked again, the cache gives the same
+                # grant.
                 if attempt == RESERVE_TRIES:
                     raise
             self._effects.check()

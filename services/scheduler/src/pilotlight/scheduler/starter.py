@@ -4,7 +4,6 @@ What is to be started, and where, is control's (``policy.control``).
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,12 +24,10 @@ from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
-from pilotlight.policy.control.reconcile import Change
 from pilotlight.policy.ids import Digest, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
-from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
@@ -59,7 +56,6 @@ class Starter:
     room: RoomClient
     teller: Teller
     publisher: InstancePublisher
-    applier: Applier
     cold_starts: ColdStarts
     metrics: SchedulerMetrics
     clock: Clock
@@ -190,15 +186,11 @@ class Starter:
                     )
                     record = replace(record, instance=instance, tentative=False)
                     cold_start = self._cold_start_of(record, order)
-                    decision = _started(instance, order, grants, places, place)
-                    unkept = await self._written(
-                        self.repository.start(instance, decision, cold_start), grants
+                    await self.repository.start(
+                        instance, _started(instance, order, grants, places, place), cold_start
                     )
                     self.book.joined(record)
                 committed = True
-                if unkept is not None:
-                    await self._give_up(instance, cold_start, unkept)
-                    raise unkept
                 self.publisher.publish(instance)
                 self.metrics.decided("cold_start", "started")
                 await self._command(record, cold_start)
@@ -209,39 +201,6 @@ class Starter:
                     if placement.grant_id is not None:
                         self.effects.release(placement.grant_id)
         return None
-
-    async def _written(
-        self, writing: Coroutine[Any, Any, None], grants: Iterable[Reserved]
-    ) -> BaseException | None:
-        """Write a start's rows, while the cache writes those of its grants.
-
-        Returns:
-            Why a grant is not kept; None: all are.
-
-        Raises:
-            NotLeader, DatabaseUnavailable: as for ``start``.
-        """
-        promised = (self.room.confirm(one.grant_id) for one in grants if not one.written)
-        written, *kept = await asyncio.gather(writing, *promised, return_exceptions=True)
-        if written is not None:
-            raise written
-        return next((one for one in kept if one is not None), None)
-
-    async def _give_up(
-        self, instance: Instance, cold_start: ColdStart, unkept: BaseException
-    ) -> None:
-        """End a start that is written, before anybody is told of it: its room is not kept."""
-        self.cold_starts.open(cold_start)
-        code = unkept.code if isinstance(unkept, PilotlightError) else type(unkept).__name__
-        await self.applier.apply(
-            [
-                Change(
-                    instance_id=instance.instance_id,
-                    events=(InstanceEvent.FAIL,),
-                    reason=f"{code}: its room is not kept: {unkept}",
-                )
-            ]
-        )
 
     def _joining(self, digest: Digest) -> asyncio.Lock:
         """Held while a start joins a model's chains, until the next one sees it there."""
@@ -261,9 +220,6 @@ class Starter:
                     one,
                     stays.get(one.worker_id, ()),
                     free_room=order.ahead,
-                    # A second question costs a cache more than the wait that it spares, where
-                    # starts come by the hundred.
-                    early=not self.pressing.any,
                 )
                 for one in placements
             ),

@@ -29,7 +29,7 @@ from pilotlight.common.messages.reports import (
     loader_report_subject,
     worker_report_subject,
 )
-from pilotlight.common.messages.room import Confirm, Confirmed, Release, Released, Reserve, Reserved
+from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
@@ -79,11 +79,6 @@ class Rig:
     sent: dict[str, Moment | None] = field(default_factory=dict[str, Moment | None])
     """When the last of each was."""
     reserved: list[Reserve] = field(default_factory=list[Reserve])
-    confirmed: list[GrantId] = field(default_factory=list[GrantId])
-    unkept: PilotlightError | None = None
-    """The cache cannot write rows of grants, and how."""
-    confirms_from: asyncio.Event | None = None
-    """The cache has written no row before that; None: before it answers."""
     released: list[GrantId] = field(default_factory=list[GrantId])
     events: list[Event] = field(default_factory=list[Event])
     refusal: PilotlightError | None = None
@@ -150,18 +145,7 @@ class Rig:
         return Reserved(
             grant_id=grant_id,
             evicted_instances=(InstanceId("evicted"),),
-            written=not ask.early or self.confirms_from is None,
         )
-
-    async def on_confirm(self, ask: Confirm) -> Confirmed:
-        """The cache has written a grant's row, or could not."""
-        self.confirmed.append(ask.grant_id)
-        await self._note()
-        if self.confirms_from is not None:
-            await self.confirms_from.wait()
-        if self.unkept is not None:
-            raise self.unkept
-        return Confirmed()
 
     async def on_release(self, ask: Release) -> Released:
         """The cache takes a grant back."""

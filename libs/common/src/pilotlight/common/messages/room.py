@@ -18,8 +18,6 @@ from pilotlight.policy.lending import Loan
 
 RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
-CONFIRM_SUBJECT = "v1.cache.confirm"
-"""Request/reply: ``Confirm`` → ``Confirmed``."""
 RELEASE_SUBJECT = "v1.cache.release"
 """Request/reply: ``Release`` → ``Released``."""
 DISK_ORDER_SUBJECT = "v1.cache.disk-order"
@@ -70,10 +68,6 @@ class Reserve(Message, frozen=True, kw_only=True):
     """No request waits for it: it takes what is free, on the device and in the host pool, and
     nothing goes for it. A release that does not know this has the device's instances in
     ``protected``."""
-    early: bool = False
-    """Whoever asks can be answered before the grant's row is there: it asks again (``Confirm``)
-    before it does anything with the room. A release that does not know this answers when the row is
-    there."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -82,19 +76,6 @@ class Reserved(Message, frozen=True, kw_only=True):
     grant_id: GrantId
     evicted_instances: tuple[InstanceId, ...] = ()
     dropped_copies: tuple[Digest, ...] = ()
-    written: bool = True
-    """The grant's row is there: it outlives the cache that made it. False only where ``early`` was
-    asked for."""
-
-
-class Confirm(Message, frozen=True, kw_only=True):
-    """Whether a grant that was answered early is written. The answer comes when it is."""
-
-    grant_id: GrantId
-
-
-class Confirmed(Message, frozen=True, kw_only=True):
-    """The grant's row is there."""
 
 
 class Release(Message, frozen=True, kw_only=True):
