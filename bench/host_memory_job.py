@@ -257,7 +257,10 @@ class Bench:
     def _written(self, *, context: bool) -> Told:
         """Whether what another process' cores write is what this one finds."""
         size, num_bytes = self._sizes[0], self._watched_bytes
-        with self._taken(size, num_bytes) as taken, Neighbour(self._path, context=context) as other:
+        with (
+            self._taken(size, num_bytes) as taken,
+            closing(Neighbour(self._path, context=context)) as other,
+        ):
             other.ask("open", taken.descriptors, **taken.order)
             seconds = other.ask("attach")["seconds"]
             told = other.ask("write")
@@ -273,13 +276,16 @@ class Bench:
 
     def _made_apart(self) -> Told:
         order = {"num_bytes": self._watched_bytes, "slab_bytes": self._sizes[0], "node": self._node}
-        with Neighbour(self._path, context=False) as other:
+        with closing(Neighbour(self._path, context=False)) as other:
             told = other.ask("make", **order)
         return sampled({f"{name}_ms": scaled(values, 1e3) for name, values in told.items()})
 
     def _mapped_apart(self) -> Told:
         size = self._sizes[0]
-        with self._taken(size, size) as taken, Neighbour(self._path, context=False) as other:
+        with (
+            self._taken(size, size) as taken,
+            closing(Neighbour(self._path, context=False)) as other,
+        ):
             return other.ask("map", taken.descriptors, num_bytes=size)
 
     def close(self) -> None:

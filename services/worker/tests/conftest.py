@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pinned_pool import POOL_BYTES, Driver
 from scripted_engine import UP, Parent, ScriptedEngine
 
 from pilotlight.common.buckets import WORKERS
@@ -19,6 +20,7 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.common.messages.engine import EngineUp, LoadStage, PlacePart
 from pilotlight.common.messages.pool import PartReady, TensorPlace
 from pilotlight.common.phase_reports import reported_phases
+from pilotlight.dataplane.pool import HostPool
 from pilotlight.policy.cluster import DeviceKind, FetchPriority
 from pilotlight.policy.cost import EngineSpeed
 from pilotlight.policy.ids import Digest, InstanceId, ModelName, NodeId, WorkerId
@@ -348,3 +350,26 @@ def work_alone(scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Man
     for module in (loop, stages):
         monkeypatch.setattr(module, "pause_blocking", clock.advance)
     return clock
+
+
+# What is pinned of a host pool.
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Of what is pinned, and when."""
+    return ManualClock()
+
+
+@pytest.fixture
+def host(tmp_path: Path, clock: ManualClock) -> Iterator[HostPool]:
+    """The pool, as its loader has it."""
+    pool = HostPool.open(tmp_path / "host", POOL_BYTES, clock)
+    yield pool
+    pool.close(remove=True)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """It pins, and is no device."""
+    return Driver()

@@ -1,9 +1,7 @@
 """What of a host pool an engine pins, and in which order. The pool and its reader are real."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from pinned_pool import (
     COLD,
     FIRST,
@@ -24,24 +22,6 @@ from pilotlight.common.clock import ManualClock
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
 from pilotlight.worker.engine_child.pins import Pins
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def host(tmp_path: Path, clock: ManualClock) -> Iterator[HostPool]:
-    """The pool, as its loader has it."""
-    pool = HostPool.open(tmp_path / "host", POOL_BYTES, clock)
-    yield pool
-    pool.close(remove=True)
-
-
-@pytest.fixture
-def driver() -> Driver:
-    return Driver()
 
 
 def load(pins: Pins, host: HostPool, image: PartImage) -> None:

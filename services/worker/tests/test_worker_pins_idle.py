@@ -1,9 +1,8 @@
 """An engine that has nothing to do pins its host pool, and does what it is told at once."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from pinned_pool import (
     JOIN_S,
     LATE,
     OURS,
-    POOL_BYTES,
     SLAB_BYTES,
     Driver,
     fill,
@@ -37,24 +35,6 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.worker.engine_child import loop
 from pilotlight.worker.engine_child.ahead import IDLE_S
 from pilotlight.worker.engine_child.pins import Pins
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
-@pytest.fixture
-def host(tmp_path: Path, clock: ManualClock) -> Iterator[HostPool]:
-    """The pool, as its loader has it."""
-    pool = HostPool.open(tmp_path / "host", POOL_BYTES, clock)
-    yield pool
-    pool.close(remove=True)
-
-
-@pytest.fixture
-def driver() -> Driver:
-    return Driver()
 
 
 @pytest.fixture
