@@ -4,6 +4,7 @@ of a child without it; what is wrong with it is refused by name, and the normal 
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,34 @@ async def test_what_a_worker_builds_another_child_restores(
     with pytest.raises(PilotlightError, match="for its trial") as failed:
         await outputs(make_session(), pool, changed(made.manifest, trials=trials), archive)
     assert failed.value.code == RestoreFailed.code
+    # The engine ended with it; the next one starts without graphs.
+    assert await outputs(make_session(), pool) == plain
+
+
+async def test_with_less_memory_the_cache_is_smaller_and_the_graphs_are_the_same(
+    make_session: MakeSession, pool: PoolFile
+) -> None:
+    """A granule less for the keys and the values of each layer: nothing is profiled anew."""
+    made = await built(make_session, pool)
+    blob = decode_json(made.manifest, Artifact).graphs_blob
+    assert blob is not None
+    plain = await outputs(make_session(), pool)
+    rooms: list[int] = []
+    with closing(GraphFile()) as file:
+        file.write(made.archives[blob.digest])
+        for granules in (0, 2 * pool.model.spec.num_layers):
+            session = make_session()
+            try:
+                up = await session.start()
+                assert up.environment is not None
+                less = granules * up.environment.granule_bytes
+                room_bytes = needed_bytes(pool.model, up.environment) - less
+                args = (pool.model, room_bytes, made.manifest, file.path)
+                rooms.append(await session.load(*args))
+                found = [tokens for rows in BATCHES for tokens in await batch(session, rows)]
+                assert session.graphs is not None
+                assert (session.graphs.ready, session.graphs.refused) == (GRAPHS, "")
+                assert found == plain
+            finally:
+                await session.close()
+    assert 0 < rooms[1] < rooms[0]
