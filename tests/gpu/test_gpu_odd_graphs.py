@@ -23,7 +23,7 @@ GRAPHS = len(odd_steps.ROWS) + len(odd_steps.LENGTHS)
 @pytest.mark.parametrize(
     ("way", "field", "says"),
     [
-        ("draws", "addresses", "outside of the arena"),
+        ("draws", "nodes", "draws random numbers"),
         ("calls", "nodes", "host"),
         ("keeps", "permanent", "need what lies in the graph pool"),
     ],
