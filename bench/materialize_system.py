@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ class Asked:
 
 
 def gaps_ms(asked: Asked) -> list[float]:
-    """Between the texts of an answer, the shortest first."""
-    return sorted((b - a) * 1e3 for a, b in zip(asked.at_s, asked.at_s[1:], strict=False))
+    """Between the texts of an answer."""
+    return [(b - a) * 1e3 for a, b in pairwise(asked.at_s)]
 
 
 @dataclass

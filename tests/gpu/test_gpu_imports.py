@@ -42,6 +42,8 @@ NEVER = {
     "transformers",
 }
 DEADLINE_S = 120.0
+ROOM_BYTES = 1 << 30
+"""Other tests use the device, too."""
 
 
 async def serve(engine: ProcessEngine, folder: Path) -> None:
@@ -82,6 +84,7 @@ async def test_an_engine_on_the_device_imports_little(
             log_path=tmp_path / "log",
             device=DeviceKind.CUDA,
             cuda_devices=(list_gpus()[device.index].uuid,),
+            device_bytes=ROOM_BYTES,
             module="counted_child",
         )
     )

@@ -28,7 +28,7 @@ SPEC = with_sizes(
 """KV as a model of 4B parameters has it, and small parameters."""
 GRANTED_TOKENS, LENT_TOKENS, LEFT_TOKENS = 2048, 80_000, 4096
 OUTPUT_TOKENS = 60
-SHRINK_MS, QUIET_MS = 50.0, 2.0
+SHRINK_MS = 50.0
 RETURNS = 2
 """The quicker one counts: half of the time is the host's, which other work takes from it."""
 WHOLE_BYTES, QUIET_STEPS = 100_000_000_000, 32
@@ -172,4 +172,3 @@ def test_a_whole_device_grows_in_quiet_steps_and_goes_back_within_one(
     record_property("cut_ms", round(cut_ms, 2))
     assert Load(engine, "cut").finish() == expected
     assert shrunk_ms <= SHRINK_MS
-    assert sorted(steps_ms)[QUIET_STEPS // 2] <= QUIET_MS

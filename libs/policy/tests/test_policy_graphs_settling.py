@@ -53,6 +53,33 @@ def test_an_address_in_another_form_is_refused(bits: int) -> None:
         require_certain(settled(one, [other], match(one, [other])))
 
 
+@pytest.mark.parametrize("bits", [-3, -16, 4, 12, 16])
+@pytest.mark.parametrize("inside", [0, 4096, BYTES, -BYTES, 2 * BYTES])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_near_a_buffer_any_form_of_its_address_is_refused(
+    bits: int, inside: int, sign: int
+) -> None:
+    def form(base: int) -> int:
+        address = base + inside
+        shifted = address << -bits if bits < 0 else address >> bits
+        return (sign * shifted + (3 << 61)) % (1 << 64)
+
+    ours, theirs = form(OURS), form(THEIRS)
+    assert doubts([ours, 5], [theirs, 5]) == [(0, "encoded")]
+
+
+@pytest.mark.parametrize("bits", range(12, 17))
+def test_halves_of_a_stack_that_lie_as_far_apart_by_chance_are_kept(bits: int) -> None:
+    """As cuBLAS's parameters have them, behind 32 bits that are none: the host's memory begins at
+    multiples of 4 MiB, so such differences come in some starts of a hundred.
+    """
+    apart = (OURS - THEIRS) >> bits
+    ours = (1 << 32) + 0x4AE2_6300 + apart
+    theirs = (1 << 32) + 0x4AE2_6300
+    assert doubts([ours, 5], [theirs, 5]) == []
+    assert doubts([theirs, 5], [ours, 5]) == []
+
+
 def test_a_word_that_is_a_buffers_address_in_one_process_stays_in_doubt() -> None:
     assert doubts([OURS + 64], [THEIRS + 72]) == [(0, "unexplained")]
     assert doubts([OURS + 64], [17]) == [(0, "unexplained")]
