@@ -9,9 +9,10 @@ first text.
 
 ``python materialize_up.py SHAPE FOLDER KIND`` prints one line of JSON: each round, in milliseconds
 since the request was sent. ``ttft`` and the end of each phase of the start's record; the ``worst``
-and the ``median`` gap between two texts, and before which text the worst one was (0: the first);
-whether the start ``restored`` from the artifact; how many MiB of the host pool the engine had
-``pinned`` when the request came (0: all goes through its ring).
+and the ``median`` gap between two texts, before which text the worst one was (0: the first) and
+when it began; whether the start ``restored`` from the artifact; how many MiB of the host pool the
+engine had ``pinned`` when the request came (0: all goes through its ring). What the system's
+processes logged from then on goes to standard error, with the same clock.
 """
 
 import json
@@ -19,9 +20,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from cache_gpu import say
 from materialize_system import (
     MODEL,
     Asked,
@@ -47,6 +50,17 @@ def pinned_mib(lines: Iterable[dict[str, Any]], before: float) -> float:
     return said[-1] / 2**20 if said else before
 
 
+def tell(lines: Iterable[dict[str, Any]], began_s: float) -> None:
+    """What each process logged since a moment of the wall's clock, and how many milliseconds behind
+    it.
+    """
+    for line in lines:
+        if stamp := line.get("timestamp"):
+            at_ms = (datetime.fromisoformat(stamp).timestamp() - began_s) * 1e3
+            if at_ms >= 0:
+                say(f"{at_ms:.1f} ms: {line.get('service')} {line.get('action')}")
+
+
 def one_round(whole: Whole, prompt: str, logs: Logs, pinned: float) -> Row:
     """One start; ``pinned`` MiB were so when its model was asked for last."""
     whole.served.evict(MODEL)
@@ -58,11 +72,15 @@ def one_round(whole: Whole, prompt: str, logs: Logs, pinned: float) -> Row:
     asked.wait()
     record = record_of(whole.served, asked.trace_id)
     gaps = gaps_ms(asked)
+    worst = gaps.index(max(gaps)) if gaps else 0
+    # Lines that tell what is pinned are looked for by another reader, later.
+    tell(Logs(whole.home).news(), asked.sent_s + wall_offset_s)
     return {
         "ttft_ms": (asked.at_s[0] - asked.sent_s) * 1e3,
         **phases(record, asked.sent_s, wall_offset_s),
         "worst_gap_ms": max(gaps, default=0.0),
-        "worst_gap_before": 1 + gaps.index(max(gaps)) if gaps else 0,
+        "worst_gap_before": worst + 1,
+        "worst_gap_at_ms": (asked.at_s[worst] - asked.sent_s) * 1e3,
         "median_gap_ms": statistics.median(gaps) if gaps else 0.0,
         "restored": int("restore" in {one["name"] for one in record.get("phases", ())}),
         "pinned_mib": pinned,

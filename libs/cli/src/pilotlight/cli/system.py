@@ -159,14 +159,15 @@ class System:
             asyncio.create_task(self._keep(server), name=f"keep {server.name}")
             for server in self._servers
         ]
-        if self._nats is not None:
-            self._keepers.append(
-                asyncio.create_task(self._keep_writable(self._nats), name="keep streams writable")
-            )
         self._progress("migrations")
         settings = MigrateSettings(database_url=owner_url, secrets_dir=self._home.secrets)
         await asyncio.to_thread(migrate, settings)
         await ensure_streams(StreamSettings(nats_url=nats_url, secrets_dir=self._home.secrets))
+        # Not before there are streams: that one is missing looks like a full disk.
+        if self._nats is not None:
+            self._keepers.append(
+                asyncio.create_task(self._keep_writable(self._nats), name="keep streams writable")
+            )
         store_url = os.environ.get("PILOTLIGHT_OBJECT_STORE_URL") or self._home.objects.as_uri()
         return Endpoints(
             nats_url=nats_url,
