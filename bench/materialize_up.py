@@ -9,9 +9,9 @@ first text.
 
 ``python materialize_up.py SHAPE FOLDER KIND`` prints one line of JSON: each round, in milliseconds
 since the request was sent. ``ttft`` and the end of each phase of the start's record; the ``worst``
-and the ``median`` gap between two texts, before which text the worst one was (0: the first) and
-when it began; whether the start ``restored`` from the artifact; how many MiB of the host pool the
-engine had ``pinned`` when the request came (0: all goes through its ring). What the system's
+and the ``median`` gap between two texts, before which text the worst one was (the first is text 0)
+and when it began; whether the start ``restored`` from the artifact; how many MiB of the host pool
+the engine had ``pinned`` when the request came (0: all goes through its ring). What the system's
 processes logged from then on goes to standard error, with the same clock.
 """
 
@@ -79,7 +79,7 @@ def one_round(whole: Whole, prompt: str, logs: Logs, pinned: float) -> Row:
         "ttft_ms": (asked.at_s[0] - asked.sent_s) * 1e3,
         **phases(record, asked.sent_s, wall_offset_s),
         "worst_gap_ms": max(gaps, default=0.0),
-        "worst_gap_before": worst + 1,
+        "worst_gap_before": worst + 1 if gaps else 0,
         "worst_gap_at_ms": (asked.at_s[worst] - asked.sent_s) * 1e3,
         "median_gap_ms": statistics.median(gaps) if gaps else 0.0,
         "restored": int("restore" in {one["name"] for one in record.get("phases", ())}),

@@ -22,6 +22,7 @@ if __name__ == "__main__" and sys.argv[1] != "restore":
     record_images()
 
 import torch
+from pointer_steps import ELSEWHERE, WITNESS_SLOT
 from restored_steps import OTHER_SLOT, SLOT, Stage
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from pilotlight.native.pointers import NEVER, PointerTable, pointers_of, with_po
 from pilotlight.policy.materialized import GraphLayout
 
 KIND, ROWS, LENGTHS = "llama", (1, 2, 4), (16,)
-ELSEWHERE, WITNESS_SLOT = 1, 3
 KEPT = 3.0
 Odd = Callable[[Tensor], Tensor]
 
