@@ -3,6 +3,7 @@ layers, nothing but addresses.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod
 from weakref import WeakKeyDictionary
@@ -265,7 +266,7 @@ def layout_of(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
 
 
 _KNOWN = WeakKeyDictionary[Decoder, dict[tuple[object, ...], SlotLayout]]()
-"""A start asks several times, and it takes a millisecond or two."""
+"""It takes a millisecond or two, and a start of a kind that was here before waits for none."""
 
 
 def _laid_out(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> SlotLayout:
@@ -292,6 +293,7 @@ def _laid_out(arena: Arena, decoder: Decoder, stage: Stage, dtype: Dtype) -> Slo
     )
 
 
+@lru_cache(maxsize=64)
 def parameter_bytes(decoder: Decoder, stage: Stage, dtype: Dtype) -> int:
     """Bytes of all parameters of a stage."""
     return sum(

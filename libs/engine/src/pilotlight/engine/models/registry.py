@@ -1,5 +1,7 @@
 """From a checkpoint's architecture to the decoder that runs it."""
 
+from functools import lru_cache
+
 from pilotlight.engine.errors import UnsupportedModel
 from pilotlight.engine.models.decoder import Decoder
 from pilotlight.engine.models.encoder import Encoder
@@ -20,10 +22,14 @@ _FAMILIES: tuple[type[Decoder], ...] = (
     Gemma3Decoder,
 )
 DECODERS = {decoder.architecture: decoder for decoder in _FAMILIES}
+REMEMBERED = 16
+"""Kinds of models whose decoders are kept, with how they lie in a slot: a start waits for neither
+where its kind has been here."""
 
 
+@lru_cache(maxsize=REMEMBERED)
 def decoder_of(spec: ModelSpec) -> Decoder:
-    """The decoder for a checkpoint.
+    """The decoder for a checkpoint: the same one for all of one kind, for it holds no parameters.
 
     Raises:
         UnsupportedModel: no decoder here has this architecture, or its sizes do not go together.

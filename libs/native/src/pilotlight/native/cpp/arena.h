@@ -11,13 +11,13 @@
 // stays with the arena, as far as it may (`keep`), and is mapped again for whatever needs memory next:
 //
 //     in use   -- unback: no call of the driver -->  idle, still mapped at its old place (stale)
-//     stale    -- the arena's thread, later      -->  idle, mapped nowhere
 //     idle     -- back, at the old place         -->  in use, no call of the driver
-//              -- back, elsewhere                -->  in use, mapped; its old place is unmapped later
+//              -- back, elsewhere                -->  in use, mapped; its old place is unmapped by the arena's thread, later
 //              -- beyond what may be kept, or a create that finds no memory  -->  released
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -165,7 +165,9 @@ class Arena {
     int unmap_stale_of(const Memory &memory);
     int release_shortest();
     int shed(std::uint64_t idle_bytes);
-    bool has_chores() const;
+    Chunks::iterator overtaken();
+    bool keeps_too_much() const;
+    bool has_chores();
     void work();
 
     const int ordinal_;
@@ -177,6 +179,7 @@ class Arena {
     std::atomic<bool> refused_{false};  // the driver refused the thread: it waits until there is something new
     bool closing_ = false;
     std::atomic<int> waiting_{0};  // calls that want a turn
+    std::chrono::steady_clock::time_point called_;  // when the last of them had it
     std::timed_mutex lock_;
     std::condition_variable_any changed_;
     std::thread thread_;

@@ -10,6 +10,8 @@ namespace pilotlight {
 namespace {
 
 constexpr std::chrono::seconds TURN_DEADLINE{10};
+// So long nothing has called before a place is unmapped: beside a load, the driver would let its copies wait.
+constexpr std::chrono::seconds REST{1};
 thread_local bool behind = false;  // in an arena's thread
 
 std::uint64_t nanoseconds() {
@@ -41,6 +43,7 @@ Arena::Turn::Turn(Arena &arena) : arena_(arena) {
     arena.waiting_++;
     held_ = std::unique_lock(arena.lock_, TURN_DEADLINE);
     arena.waiting_--;
+    if (held_) arena.called_ = std::chrono::steady_clock::now();
     if (!held_) failed = fail(TIMED_OUT, "the driver has not come back from the arena's last call");
 }
 
@@ -194,12 +197,21 @@ int Arena::settle(std::uint64_t idle_bytes) {
     return shed(idle_bytes);
 }
 
-bool Arena::has_chores() const {
-    return !stale_.empty() || books->idle_bytes > most_idle_bytes_;
+// A stale place that is of no use any more: its memory is in use elsewhere, or has another such place.
+Arena::Chunks::iterator Arena::overtaken() {
+    return std::find_if(stale_.begin(), stale_.end(), [](const auto &each) {
+        const Physical &memory = *each.second.memory;
+        return !memory.idle || memory.stale_places > 1;
+    });
 }
 
+bool Arena::keeps_too_much() const { return books->idle_bytes > most_idle_bytes_; }
+
+bool Arena::has_chores() { return keeps_too_much() || overtaken() != stale_.end(); }
+
 // One call of the driver at a time, while nothing else wants a turn. A refusal is no error of anybody's: the place stays mapped,
-// which is tried again with the next turn, and by what needs the place.
+// which is tried again with the next turn, and by what needs the place. Places of idle memory stay: a model that comes back has its
+// memory where it was, without a call.
 void Arena::work() {
     behind = true;
     driver().ctx_set_current(context);
@@ -209,8 +221,13 @@ void Arena::work() {
     std::unique_lock held(lock_);
     while (!closing_) {
         changed_.wait(held, [this] { return closing_ || (!waiting_ && !refused_ && has_chores()); });
+        const auto rested = called_ + REST;
+        if (!closing_ && !keeps_too_much() && std::chrono::steady_clock::now() < rested) {
+            changed_.wait_until(held, rested, [this] { return closing_ || keeps_too_much(); });
+            continue;
+        }
         if (closing_) return;
-        refused_ = stale_.empty() ? release_shortest() : unmap_stale(stale_.begin());
+        refused_ = keeps_too_much() ? release_shortest() : unmap_stale(overtaken());
         held.unlock();
         held.lock();
     }
