@@ -3,7 +3,7 @@ keys.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import httpx2
@@ -26,7 +26,7 @@ from pilotlight.gateway.admin.testing import (
     admin_world,
     database_away,
 )
-from pilotlight.gateway.auth import CACHE_S, MAX_KEY_CHARS, Authenticator
+from pilotlight.gateway.auth import CACHE_S, IN_USE_S, MAX_KEY_CHARS, RENEW_S, Authenticator
 from pilotlight.gateway.settings import GatewaySettings
 from pilotlight.gateway.tenants.keys import ApiKey, KeyRepository
 
@@ -262,24 +262,87 @@ async def test_a_revoked_key_stops_when_the_cache_forgets(keys: Keys) -> None:
     assert await keys.role_of(ADMIN_KEY) == "none"
 
 
-@pytest.mark.parametrize("late", [1, 100])
-async def test_requests_of_one_moment_look_a_key_up_once(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch, late: int
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many keys each look in the database was for."""
+    looks: list[int] = []
+    by_hashes = KeyRepository.by_hashes
+
+    async def counted(repository: KeyRepository, digests: Collection[str]) -> dict[str, ApiKey]:
+        looks.append(len(digests))
+        return await by_hashes(repository, digests)
+
+    monkeypatch.setattr(KeyRepository, "by_hashes", counted)
+    return looks
+
+
+async def test_no_request_waits_for_a_key_that_is_in_use(keys: Keys, lookups: list[int]) -> None:
+    """Both are looked up together, when they are old enough."""
+    for key in (ADMIN_KEY, API_KEY):
+        await keys.role_of(key)
+    lookups.clear()
+    keys.clock.advance(RENEW_S - 0.001)
+    await keys.authenticator.renew()
+    assert not lookups
+    for _ in range(3):
+        keys.clock.advance(RENEW_S)
+        await keys.authenticator.renew()
+    assert lookups == [2, 2, 2]
+    keys.clock.advance(CACHE_S - 0.001)
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    assert lookups == [2, 2, 2]
+
+
+async def test_keys_that_nobody_uses_are_not_looked_up_ahead(
+    keys: Keys, lookups: list[int]
+) -> None:
+    await keys.role_of(ADMIN_KEY)
+    keys.clock.advance(IN_USE_S)
+    lookups.clear()
+    await keys.authenticator.renew()
+    assert not lookups
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    assert lookups == [1]
+
+
+async def test_a_look_ahead_finds_what_has_become_of_a_key(keys: Keys) -> None:
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    async with keys.database.unit_of_work() as work:
+        await work.connection.execute(update(tables.api_keys).values(label="renamed"))
+    keys.clock.advance(RENEW_S)
+    await keys.authenticator.renew()
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    assert (await keys.authenticator.require(headers, "admin")).label == "renamed"
+    await _revoke(keys)
+    keys.clock.advance(RENEW_S)
+    await keys.authenticator.renew()
+    assert await keys.role_of(ADMIN_KEY) == "none"
+
+
+async def test_a_look_ahead_without_a_database_leaves_keys_as_they_are(
+    keys: Keys, module_database: URL, lookups: list[int]
 ) -> None:
     assert await keys.role_of(ADMIN_KEY) == "admin"
-    looked: list[str] = []
-    by_hash = KeyRepository.by_hash
+    keys.clock.advance(RENEW_S)
+    with database_away(module_database):
+        await keys.authenticator.renew()
+    lookups.clear()
+    keys.clock.advance(CACHE_S - RENEW_S)
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    assert lookups == [1], "it is as old as it was"
 
-    async def counted(repository: KeyRepository, digest: str) -> ApiKey | None:
-        looked.append(digest)
-        return await by_hash(repository, digest)
 
-    monkeypatch.setattr(KeyRepository, "by_hash", counted)
+@pytest.mark.parametrize("late", [1, 100])
+async def test_requests_of_one_moment_look_a_key_up_once(
+    keys: Keys, lookups: list[int], late: int
+) -> None:
+    assert await keys.role_of(ADMIN_KEY) == "admin"
+    lookups.clear()
     keys.clock.advance(CACHE_S * late)
     await _revoke(keys)
     found = await asyncio.gather(*(keys.role_of(ADMIN_KEY) for _ in range(8)))
     # What was read long ago is not taken for true meanwhile: they wait for the same look.
-    assert (len(looked), found.count("none")) == (1, 1 if late == 1 else 8)
+    assert (len(lookups), found.count("none")) == (1, 1 if late == 1 else 8)
     assert await keys.role_of(ADMIN_KEY) == "none"
 
 

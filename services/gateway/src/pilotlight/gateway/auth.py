@@ -10,6 +10,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pilotlight.common.clock import Clock
@@ -37,6 +38,13 @@ INCORRECT = "Incorrect API key provided"
 CACHE_S = 5.0
 """How long other changes of a key or its project take where the event that tells of them is lost;
 one that is revoked is asked for besides (``KeyFollower``)."""
+RENEW_S = 3.0
+"""A key that is in use is looked up again when it was read so long ago: no request waits for
+that."""
+IN_USE_S = 600.0
+"""As long after its last request a key counts as in use."""
+MAX_RENEWED = 500
+"""Keys of one look."""
 RANDOM_BYTES = 32
 ID_BYTES = 8
 RECHECK_DEADLINE_S = 1.0
@@ -71,11 +79,11 @@ class KeyInfo:
 class _Cached:
     """A key as it was read."""
 
-    __slots__ = ("info", "key", "look", "read_s")
+    __slots__ = ("info", "key", "look", "read_s", "used_s")
 
     def __init__(self, key: ApiKey, read_s: float) -> None:
         self.key = key
-        self.read_s = read_s
+        self.read_s = self.used_s = read_s
         self.info: KeyInfo | None = None
         """What requests are told of it."""
         self.look: asyncio.Task[ApiKey | None] | None = None
@@ -162,9 +170,11 @@ class Authenticator:
         Raises:
             Unauthorized, Forbidden, DatabaseUnavailable: as ``require``.
         """
-        cached = self._cache.get(digest)
-        if cached is None or self._clock.monotonic_s() - cached.read_s >= CACHE_S:
+        cached, now_s = self._cache.get(digest), self._clock.monotonic_s()
+        if cached is None or now_s - cached.read_s >= CACHE_S:
             cached = await self._read(digest, cached)
+        else:
+            cached.used_s = now_s
         info = self._valid(cached, role)
         self._used.add(info.key_id)
         return info
@@ -204,6 +214,40 @@ class Authenticator:
         ]
         for digest in stale:
             del self._cache[digest]
+
+    async def renew(self) -> None:
+        """Look the keys up again that are in use, before a request has to wait for it. While the
+        database is away, they stay as old as they are.
+        """
+        now_s, changes = self._clock.monotonic_s(), self._changes
+        in_use = (
+            (digest, cached)
+            for digest, cached in self._cache.items()
+            if cached.look is None
+            and now_s - cached.read_s >= RENEW_S
+            and now_s - cached.used_s < IN_USE_S
+        )
+        due = dict(islice(in_use, MAX_RENEWED))
+        if not due:
+            return
+        try:
+            asked = self._keys.by_hashes(due.keys())
+            found = await within(RECHECK_DEADLINE_S, asked, "looking up keys that are in use")
+        except (DatabaseUnavailable, DeadlineExceeded):
+            return
+        if changes != self._changes:
+            return  # As for ``_read``.
+        for digest, cached in due.items():
+            if self._cache.get(digest) is not cached:
+                continue  # A request has looked it up meanwhile.
+            key = found.get(digest)
+            if key is None:
+                del self._cache[digest]
+            elif key == cached.key:
+                cached.read_s = now_s
+            else:
+                renewed = self._cache[digest] = _Cached(key, now_s)
+                renewed.used_s = cached.used_s
 
     def take_used(self) -> frozenset[str]:
         """Ids of keys that were used since this was asked before."""

@@ -1,5 +1,6 @@
 """Keeps what a gateway remembers of keys true: other gateways' changes reach it by events, ends of
-keys also by asking, and the keys' last use reaches the database.
+keys also by asking, those that are in use are looked up before a request has to wait for it, and the
+keys' last use reaches the database.
 """
 
 import asyncio
@@ -33,6 +34,10 @@ class Remembered(Protocol):
 
     def forget(self, *, key_id: str | None = None, project: str | None = None) -> None:
         """Look again before a key, or any key of a project, is used again."""
+        ...
+
+    async def renew(self) -> None:
+        """Look keys up again that are in use."""
         ...
 
     def take_used(self) -> frozenset[str]:
@@ -105,6 +110,7 @@ class KeyFollower:
         while True:
             await pause(LOOK_S)
             await self.look()
+            await self._remembered.renew()
 
     async def _on_event(self, event: Event) -> None:
         if event.kind == KEY_CHANGED:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, RowMapping, func, select, update
+from sqlalchemy import ColumnElement, Row, RowMapping, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 
@@ -78,13 +78,19 @@ class KeyRepository:
 
     async def by_hash(self, digest: str) -> ApiKey | None:
         """The key with this hash, unless it is revoked."""
-        return await self._one(tables.api_keys.c.hash == digest)
+        return (await self.by_hashes((digest,))).get(digest)
+
+    async def by_hashes(self, digests: Collection[str]) -> dict[str, ApiKey]:
+        """The keys with these hashes, by them, but for those that are revoked."""
+        found = await self._found(tables.api_keys.c.hash.in_(digests))
+        return {key.hash: key for key in found}
 
     async def by_id(self, key_id: str) -> ApiKey | None:
         """The key of this id, unless it is revoked."""
-        return await self._one(tables.api_keys.c.key_id == key_id)
+        found = await self._found(tables.api_keys.c.key_id == key_id)
+        return found[0] if found else None
 
-    async def _one(self, which: ColumnElement[bool]) -> ApiKey | None:
+    async def _found(self, which: ColumnElement[bool]) -> list[ApiKey]:
         keys, projects = tables.api_keys, tables.projects
         found = (
             select(
@@ -97,29 +103,8 @@ class KeyRepository:
             .where(which, keys.c.revoked_at.is_(None))
         )
         async with self._database.reading() as connection:
-            row = (await connection.execute(found)).one_or_none()
-        if row is None:
-            return None
-        return ApiKey(
-            key_id=row.key_id,
-            prefix=row.prefix,
-            hash=row.hash,
-            role=row.role,
-            label=row.label,
-            project=row.project,
-            access=Access(
-                project=from_row_json(row.project_scope, KeyScope),
-                key=from_row_json(row.scope, KeyScope),
-            ),
-            admin_role=AdminRole(row.admin_role),
-            expires_at=row.expires_at,
-            tenant=Tenant(
-                project=row.project,
-                weight=row.weight,
-                project_limits=from_row_json(row.project_limits, TenantLimits),
-                key_limits=from_row_json(row.limits, TenantLimits),
-            ),
-        )
+            rows = (await connection.execute(found)).all()
+        return [_key_of(row) for row in rows]
 
     async def ensure_bootstrap(self, key: ApiKey) -> None:
         """Make this the only valid key with its role and label; one that was revoked before is
@@ -370,3 +355,26 @@ def _audited(key: ApiKey) -> dict[str, Any]:
         "admin_role": key.admin_role.value,
         **to_row_json(key.access.key),
     }
+
+
+def _key_of(row: Row[Any]) -> ApiKey:
+    return ApiKey(
+        key_id=row.key_id,
+        prefix=row.prefix,
+        hash=row.hash,
+        role=row.role,
+        label=row.label,
+        project=row.project,
+        access=Access(
+            project=from_row_json(row.project_scope, KeyScope),
+            key=from_row_json(row.scope, KeyScope),
+        ),
+        admin_role=AdminRole(row.admin_role),
+        expires_at=row.expires_at,
+        tenant=Tenant(
+            project=row.project,
+            weight=row.weight,
+            project_limits=from_row_json(row.project_limits, TenantLimits),
+            key_limits=from_row_json(row.limits, TenantLimits),
+        ),
+    )
