@@ -58,7 +58,8 @@ def tell(lines: Iterable[dict[str, Any]], began_s: float) -> None:
         if stamp := line.get("timestamp"):
             at_ms = (datetime.fromisoformat(stamp).timestamp() - began_s) * 1e3
             if at_ms >= 0:
-                say(f"{at_ms:.1f} ms: {line.get('service')} {line.get('action')}")
+                what = f"{line.get('service')} {line.get('action')} {line.get('error', '')}"
+                say(f"{at_ms:.1f} ms: {what}".rstrip())
 
 
 def one_round(whole: Whole, prompt: str, logs: Logs, pinned: float) -> Row:

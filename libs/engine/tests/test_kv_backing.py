@@ -12,6 +12,7 @@ from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.device.kv_backing import KvBacking
 from pilotlight.engine.errors import EngineFailed, NoRoom
+from pilotlight.native.device import DeviceArena
 
 LAYERS, CHUNK_BYTES = 3, 128 * MIB
 BLOCKS = 64
@@ -30,7 +31,7 @@ def fake() -> FakeCuda:
 class Kv:
     """Backing over an arena of its own."""
 
-    def __init__(self, fake, chunk_bytes=CHUNK_BYTES):
+    def __init__(self, fake, chunk_bytes=CHUNK_BYTES, row_bytes=ROW_BYTES):
         self.arena = CudaArena(
             0, driver=fake.path, device=torch.device("cpu"), num_slots=1, slot_bytes=64 << 30
         )
@@ -38,7 +39,7 @@ class Kv:
         self.layout = SlotLayout(
             [{"one": (8,)}] * (LAYERS + 2),
             LAYERS,
-            ROW_BYTES,
+            row_bytes,
             2,
             64 << 30,
             granule_bytes=2 * MIB,
@@ -67,7 +68,9 @@ def kv(fake):
 
 
 def test_what_was_lent_goes_back_without_a_copy(kv, fake):
-    """Granted 2 granules of a half, lent up to 130 of them in chunks of 32."""
+    """Granted 2 granules of a half, lent up to 130 of them in chunks that end at 32, 64 and so
+    on.
+    """
     kv.backing.resize(2 * BLOCKS)
     kv.backing.resize(130 * BLOCKS)
     before = {name: fake.calls(name) for name in ("cuMemRelease", "cuCtxSynchronize")}
@@ -80,38 +83,73 @@ def test_what_was_lent_goes_back_without_a_copy(kv, fake):
     assert kv.arena.backed_bytes == kv.bytes_of(2 * BLOCKS)
 
 
-def test_chunks_are_long_but_a_fourth_of_all_at_most(kv):
-    kv.backing.resize(256 * BLOCKS)  # 512 MiB in chunks of 128
-    assert kv.arena.driver_calls.created == 4 * 2 * LAYERS
+@pytest.fixture
+def asked(monkeypatch):
+    """The chunks that were asked for, of each call."""
+    calls, back_all = [], DeviceArena.back_all
+
+    def noted(arena, extents, chunk_bytes):
+        calls.append(list(extents))
+        back_all(arena, extents, chunk_bytes)
+
+    monkeypatch.setattr(DeviceArena, "back_all", noted)
+    return calls
+
+
+def test_chunks_end_at_the_same_blocks_whatever_is_asked_for(fake, asked):
+    """The further on, the longer they are, and none is longer than a third of all."""
+    fake.set_memory(16 << 30)
+    kv = Kv(fake, chunk_bytes=512 * MIB)
+    ends = [32, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    keys = kv.layout.keys(0)
+    for num_granules in (1, 33, 130, 256, 400, 1024):
+        asked.clear()
+        kv.backing.resize(num_granules * BLOCKS)
+        ended = [(extent.stop - keys) // (2 * MIB) for extent in asked[0]]
+        whole = [end for end in ends if end < num_granules]
+        assert ended[: len(whole) + 1] == [*whole, num_granules]
+        kv.backing.resize(0)
+    kv.arena.close()
+
+
+def test_chunks_are_as_long_in_a_model_of_other_rows(fake, asked):
+    """Its blocks do not end where granules do."""
+    kv = Kv(fake, chunk_bytes=512 * MIB, row_bytes=3 * ROW_BYTES // 5)
+    num_blocks = kv.layout.blocks_in(LAYERS * 2 * 200 * 2 * MIB, LAYERS, 2 * MIB)
+    asked.clear()
+    kv.backing.resize(num_blocks)
+    lengths = [extent.num_bytes // MIB for extent in asked[0]]
+    assert lengths == [64, 64, 64, 64, 128, 16] * 2 * LAYERS
+    assert kv.arena.backed_bytes == kv.bytes_of(num_blocks)
+    kv.arena.close()
+
+
+def test_what_another_target_leaves_idle_is_had_again_without_the_driver(kv, fake):
+    """A start grows towards another one than the start before it, on a device that is full."""
+    kv.backing.resize(BLOCKS)
+    kv.backing.grow_towards(160 * BLOCKS, 160 * BLOCKS)
     kv.backing.resize(0)
-    kv.backing.resize(64 * BLOCKS)  # 128 MiB: chunks of 64 are short enough
-    assert kv.arena.driver_calls.created == (4 + 2) * 2 * LAYERS
+    fake.set_memory(fake.used_bytes + 8 * 2 * LAYERS * MIB)
+    creates, releases = fake.calls("cuMemCreate"), fake.calls("cuMemRelease")
+    kv.backing.resize(BLOCKS)
+    for even in range(21, 152, 10):
+        kv.backing.grow_towards(even * BLOCKS, 151 * BLOCKS)
+    assert kv.backing.num_blocks == 151 * BLOCKS
+    assert fake.calls("cuMemCreate") - creates <= 2 * LAYERS, "the last chunk of each half alone"
+    assert fake.calls("cuMemRelease") == releases
 
 
-def test_all_layers_get_their_chunks_in_one_call(kv, monkeypatch):
+def test_all_layers_get_their_chunks_in_one_call(kv, asked):
     """Access is set once for what lies side by side, however many chunks that is."""
-    calls, back_all = [], kv.arena.native_arena.back_all
-
-    def backed(extents, chunk_bytes):
-        calls.append(len(extents))
-        back_all(extents, chunk_bytes)
-
-    monkeypatch.setattr(kv.arena.native_arena, "back_all", backed)
+    asked.clear()
     kv.backing.resize(256 * BLOCKS)
     done = kv.arena.driver_calls
-    assert calls == [4 * 2 * LAYERS]
+    assert [len(extents) for extents in asked] == [6 * 2 * LAYERS]
     assert (done.created, done.mapped, done.access_set) == (
-        4 * 2 * LAYERS,
-        4 * 2 * LAYERS,
+        6 * 2 * LAYERS,
+        6 * 2 * LAYERS,
         2 * LAYERS,
     )
-
-
-def test_no_chunk_is_shorter_than_the_shortest_unless_all_is(kv):
-    kv.backing.resize(80 * BLOCKS)  # 160 MiB: two chunks, not three of 53
-    assert kv.arena.driver_calls.created == 2 * 2 * LAYERS
-    kv.backing.resize(81 * BLOCKS)
-    assert kv.arena.driver_calls.created == 3 * 2 * LAYERS
 
 
 def test_all_layers_have_the_memory_or_none_has(kv, fake):
@@ -132,14 +170,14 @@ def test_a_shrink_ends_on_a_border_unless_that_is_needed(kv):
     kv.backing.resize(130 * BLOCKS)
     rounded = kv.backing.rounded
     assert rounded(30 * BLOCKS, 0) == 2 * BLOCKS
-    assert rounded(60 * BLOCKS, 0) == 34 * BLOCKS
-    assert rounded(66 * BLOCKS, 0) == 66 * BLOCKS
-    assert rounded(97 * BLOCKS, 66 * BLOCKS + 1) == 97 * BLOCKS
+    assert rounded(60 * BLOCKS, 0) == 32 * BLOCKS
+    assert rounded(64 * BLOCKS, 0) == 64 * BLOCKS
+    assert rounded(95 * BLOCKS, 64 * BLOCKS + 1) == 95 * BLOCKS
     assert rounded(BLOCKS, 0) == BLOCKS, "no border is below"
     assert rounded(500 * BLOCKS, 0) == 500 * BLOCKS
     kv.backing.resize(100 * BLOCKS)
     assert rounded(101 * BLOCKS, 0) == 101 * BLOCKS
-    assert rounded(99 * BLOCKS, 0) == 98 * BLOCKS
+    assert rounded(99 * BLOCKS, 0) == 96 * BLOCKS
 
 
 def test_without_chunks_nothing_is_rounded(fake):
@@ -169,8 +207,8 @@ def test_quiet_growth_gives_room_when_every_layer_has_its_chunk(kv):
     assert rooms[-1] == 129
     assert len(set(rooms)) > 2
     assert rooms == sorted(rooms)
-    # As many chunks as in one step, of 33 granules at most.
-    assert kv.arena.driver_calls.created == (1 + 4) * 2 * LAYERS
+    # As many chunks as in one step: they end at 1, 32, 64, 96, 128 and 129 granules.
+    assert kv.arena.driver_calls.created == 6 * 2 * LAYERS
     kv.backing.resize(BLOCKS)
     assert kv.arena.driver_calls.moved_bytes == 0
 

@@ -147,7 +147,7 @@ def test_requests_that_wait_get_kv_in_large_steps_and_nobody_else_during_a_start
     assert much.lent_bytes == 600
     quiet = next_resize(1000, 100, [replace(starts, quiet=True)], RULES)
     assert quiet is not None
-    assert (quiet.lent_bytes, quiet.urgent) == (31, False)
+    assert (quiet.lent_bytes, quiet.urgent) == (15, False)
 
 
 STAGES = st.lists(
@@ -173,7 +173,7 @@ def test_memory_that_gives_no_room_yet_is_no_room_for_requests() -> None:
     """Quiet growth says where it ends; requests that wait get what there is at once."""
     quiet = next_resize(1000, 100, [lent(offered_bytes=600)], RULES)
     assert quiet is not None
-    assert (quiet.lent_bytes, quiet.target_bytes, quiet.urgent) == (31, 600, False)
+    assert (quiet.lent_bytes, quiet.target_bytes, quiet.urgent) == (15, 600, False)
     half_way = {"lent_bytes": 300, "unready_bytes": 200, "offered_bytes": 600}
     urgent = next_resize(1000, 100, [lent(wanted_bytes=150, **half_way)], RULES)
     assert urgent is not None

@@ -33,7 +33,7 @@ class LendingRules:
     """Loans are not moved between stages for less than this."""
     settle_s: float = 2.0
     """Nor within this time of the last move, unless somebody's grant needs the memory."""
-    quiet_share: float = 1 / 32
+    quiet_share: float = 1 / 64
     """A step of growth that nothing waits for: KV is mapped between two steps of the engine."""
     urgent_share: float = 1 / 8
     """A step of growth that requests wait for."""

@@ -10,7 +10,9 @@
 A layer's keys and its values are chunks of their own. A device maps and unmaps a chunk at nearly
 the same price whatever its length, and to take a part of one it has to copy the rest. So chunks are
 long, quiet growth goes layer by layer, and what is given back ends on a border where it can. What
-all layers get at once is asked for at once.
+all layers get at once is asked for at once. Chunks are as long in one model as in another, and in
+its next start as in its last one: what one gives back fits the next, and memory that only nearly
+fits would have to be released and made anew.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,9 +23,9 @@ from pilotlight.engine.core.layout import SlotLayout
 from pilotlight.engine.device.arena_protocol import Slot
 from pilotlight.engine.errors import EngineError
 
-LEAST_PIECES, LEAST_PIECE_BYTES = 4, 64 << 20
-"""A layer's keys come in so many chunks, as far as these are no shorter: to end on a border costs
-no more than a fourth of all. More of them only where they would be too long."""
+LEAST_CHUNK_BYTES = 64 << 20
+"""Chunks of a layer's keys end at multiples of this, then of twice as much and so on, none longer
+than half of what is before it: to end on a border costs no more than a third of all."""
 SAVED_BYTES = 1 << 30
 """As much is copied at once where chunks are cut: a device that is nearly full has room for it."""
 
@@ -140,18 +142,23 @@ class KvBacking:
         return [extent for each in blocks for extent in self._layout.kv(*each)]
 
     def _cut(self, start: int, stop: int) -> list[int]:
-        """Where the chunks end that bring a layer from ``start`` blocks to ``stop``."""
-        half_bytes = (self._bytes(stop) - self._bytes(start)) // 2
-        pieces = 1
-        if self._chunk_bytes:
-            fourths = -(-half_bytes // max(1, self._bytes(stop) // 2 // LEAST_PIECES))
-            pieces = max(
-                1,
-                -(-half_bytes // self._chunk_bytes),
-                min(fourths, half_bytes // LEAST_PIECE_BYTES),
-            )
-        marks = (start + (stop - start) * piece // pieces for piece in range(pieces + 1))
-        return [mark for before, mark in pairwise(marks) if mark > before]
+        """Where the chunks end that bring a layer from ``start`` blocks to ``stop``: on borders
+        that are the same whatever is asked for, but for the last one.
+        """
+        marks: list[int] = []
+        while start < stop:
+            start = min(stop, self._next_border(start)) if self._chunk_bytes else stop
+            marks.append(start)
+        return marks
+
+    def _next_border(self, block: int) -> int:
+        """The block where a long chunk ends that begins with ``block``."""
+        place = self._bytes(block) // 2
+        length = LEAST_CHUNK_BYTES
+        while 2 * length <= min(place // 2, self._chunk_bytes):
+            length *= 2
+        border_bytes = (place // length + 1) * length
+        return self._layout.blocks_in(2 * border_bytes, 1, self._granule_bytes)
 
     def _grow(self, layers: Sequence[int], borders: Sequence[int]) -> None:
         """Layers that have equally many blocks get chunks that end there."""
