@@ -129,7 +129,7 @@ def test_what_another_target_leaves_idle_is_had_again_without_the_driver(kv, fak
     kv.backing.resize(BLOCKS)
     kv.backing.grow_towards(160 * BLOCKS, 160 * BLOCKS)
     kv.backing.resize(0)
-    fake.set_memory(fake.used_bytes + 8 * 2 * LAYERS * MIB)
+    fake.set_memory(fake.used_bytes + 23 * 2 * MIB * 2 * LAYERS)
     creates, releases = fake.calls("cuMemCreate"), fake.calls("cuMemRelease")
     kv.backing.resize(BLOCKS)
     for even in range(21, 152, 10):
