@@ -12,12 +12,11 @@
 //
 //     in use   -- unback: no call of the driver -->  idle, still mapped at its old place (stale)
 //     idle     -- back, at the old place         -->  in use, no call of the driver
-//              -- back, elsewhere                -->  in use, mapped; its old place is unmapped by the arena's thread, later
+//              -- back, elsewhere                -->  in use, unmapped at its old place, and mapped
 //              -- beyond what may be kept, or a create that finds no memory  -->  released
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -158,16 +157,14 @@ class Arena {
     void drop(const Memory &memory);
     void retire(const Chunk &chunk);
     bool resume(std::uint64_t at, std::uint64_t stop);
-    Memory reuse(std::uint64_t at_least, std::uint64_t at_most);
+    int reuse(std::uint64_t at_least, std::uint64_t at_most, Memory *memory);
     std::uint64_t next_stale(std::uint64_t at, std::uint64_t stop) const;
     int clear(std::uint64_t start, std::uint64_t stop, bool resumable_too);
     int unmap_stale(Chunks::iterator stale);
     int unmap_stale_of(const Memory &memory);
     int release_shortest();
     int shed(std::uint64_t idle_bytes);
-    Chunks::iterator overtaken();
-    bool keeps_too_much() const;
-    bool has_chores();
+    bool has_chores() const;
     void work();
 
     const int ordinal_;
@@ -179,7 +176,6 @@ class Arena {
     std::atomic<bool> refused_{false};  // the driver refused the thread: it waits until there is something new
     bool closing_ = false;
     std::atomic<int> waiting_{0};  // calls that want a turn
-    std::chrono::steady_clock::time_point called_;  // when the last of them had it
     std::timed_mutex lock_;
     std::condition_variable_any changed_;
     std::thread thread_;

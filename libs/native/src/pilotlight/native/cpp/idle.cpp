@@ -10,8 +10,6 @@ namespace pilotlight {
 namespace {
 
 constexpr std::chrono::seconds TURN_DEADLINE{10};
-// So long nothing has called before a place is unmapped: beside a load, the driver would let its copies wait.
-constexpr std::chrono::seconds REST{1};
 thread_local bool behind = false;  // in an arena's thread
 
 std::uint64_t nanoseconds() {
@@ -43,7 +41,6 @@ Arena::Turn::Turn(Arena &arena) : arena_(arena) {
     arena.waiting_++;
     held_ = std::unique_lock(arena.lock_, TURN_DEADLINE);
     arena.waiting_--;
-    if (held_) arena.called_ = std::chrono::steady_clock::now();
     if (!held_) failed = fail(TIMED_OUT, "the driver has not come back from the arena's last call");
 }
 
@@ -116,16 +113,19 @@ bool Arena::resume(std::uint64_t at, std::uint64_t stop) {
     return true;
 }
 
-// The longest idle memory within these lengths, from now on in use.
-Memory Arena::reuse(std::uint64_t at_least, std::uint64_t at_most) {
+// The longest idle memory within these lengths, from now on in use; null, if there is none. Its old place is unmapped first: drivers
+// have refused to map memory that a stale place had still, with errors that say nothing.
+int Arena::reuse(std::uint64_t at_least, std::uint64_t at_most, Memory *memory) {
+    *memory = nullptr;
     auto found = idle_.upper_bound(at_most);
-    if (found == idle_.begin() || (--found)->first < at_least) return nullptr;
-    const Memory memory = found->second;
+    if (found == idle_.begin() || (--found)->first < at_least) return OK;
+    if (int failed = unmap_stale_of(found->second)) return failed;
+    *memory = found->second;
     idle_.erase(found);
-    memory->idle = false;
-    books->idle_bytes -= memory->bytes;
-    books->physical_bytes += memory->bytes;
-    return memory;
+    (*memory)->idle = false;
+    books->idle_bytes -= (*memory)->bytes;
+    books->physical_bytes += (*memory)->bytes;
+    return OK;
 }
 
 // Where the first stale chunk from `at` on begins; `stop`, if none does before.
@@ -197,21 +197,10 @@ int Arena::settle(std::uint64_t idle_bytes) {
     return shed(idle_bytes);
 }
 
-// A stale place that is of no use any more: its memory is in use elsewhere, or has another such place.
-Arena::Chunks::iterator Arena::overtaken() {
-    return std::find_if(stale_.begin(), stale_.end(), [](const auto &each) {
-        const Physical &memory = *each.second.memory;
-        return !memory.idle || memory.stale_places > 1;
-    });
-}
-
-bool Arena::keeps_too_much() const { return books->idle_bytes > most_idle_bytes_; }
-
-bool Arena::has_chores() { return keeps_too_much() || overtaken() != stale_.end(); }
+bool Arena::has_chores() const { return books->idle_bytes > most_idle_bytes_; }
 
 // One call of the driver at a time, while nothing else wants a turn. A refusal is no error of anybody's: the place stays mapped,
-// which is tried again with the next turn, and by what needs the place. Places of idle memory stay: a model that comes back has its
-// memory where it was, without a call.
+// which is tried again with the next turn, and by what needs the place.
 void Arena::work() {
     behind = true;
     driver().ctx_set_current(context);
@@ -221,13 +210,8 @@ void Arena::work() {
     std::unique_lock held(lock_);
     while (!closing_) {
         changed_.wait(held, [this] { return closing_ || (!waiting_ && !refused_ && has_chores()); });
-        const auto rested = called_ + REST;
-        if (!closing_ && !keeps_too_much() && std::chrono::steady_clock::now() < rested) {
-            changed_.wait_until(held, rested, [this] { return closing_ || keeps_too_much(); });
-            continue;
-        }
         if (closing_) return;
-        refused_ = keeps_too_much() ? release_shortest() : unmap_stale(overtaken());
+        refused_ = release_shortest();
         held.unlock();
         held.lock();
     }
