@@ -5,7 +5,9 @@ shape on this machine's GPU in place of the simulated engine (``tiny``: on its c
 all of it, where a command may not take longer: the load is shorter then.
 
 It measures what the system can do with streams of 32 tokens, all it is asked for, until that is no
-more than before; the median counts, without the first measure. Then requests arrive at a share of
+more than before; the median counts, without the first measure. Streams of equal length that follow
+one another begin and end together, which suits an engine: so as much then arrives by chance, and
+what of it is answered is what the system can, if that is less. Then requests arrive at a share of
 that rate, whether or not others were answered, for ``--duration-s``, in windows of a minute. There
 are as many gateways as ``pilotlight up`` has on as many cores. Wrong is: any error; a process, or
 the device, whose memory in the last fifth of the time is more than in the second, times 1.05, and
@@ -56,6 +58,8 @@ often at most: what is compiled, and given to processes, at the first full load 
 """
 WARM_S = 10.0
 SLOWER_RATIO, SLOWER_MS = 1.5, 10.0
+TURNED_AWAY = "429"
+"""The status of a request that comes when too many wait."""
 KEPT_UP = 0.95
 """Of the arrivals that are due must have been answered in the end."""
 FIRST_ANSWER_S = 180.0
@@ -86,7 +90,7 @@ def memory_bytes(root_pid: int) -> dict[str, int]:
 
 def saturation_per_s(server: servers.Server, at_once: int) -> float:
     """Streams a second when it is given all that it takes, once that grows no more: the median of
-    all measures but the first.
+    all measures but the first. When as many arrive by chance, fewer may be answered: then those.
     """
     job = {"concurrency": at_once, "warm_s": WARM_S, "duration_s": SATURATE_S}
     found: list[float] = []
@@ -100,7 +104,14 @@ def saturation_per_s(server: servers.Server, at_once: int) -> float:
         found.append(told["per_s"])
         if told["per_s"] <= most * NO_MORE_RATIO:
             break
-    return statistics.median(found[1:])
+    most_per_s = statistics.median(found[1:])
+    job = {"concurrency": 8, "warm_s": WARM_S, "duration_s": SATURATE_S, "rate_per_s": most_per_s}
+    with asking(server, body(stream=True), **job) as client:
+        told = client.figures()
+    say(f"as many arrive: {told['per_s']} streams/s, {told['errors']} refused")
+    if told["errors"] > told.get("refused", {}).get(TURNED_AWAY, 0):
+        raise SystemExit(f"wrong answers above saturation: {told['first_errors']}")
+    return min(most_per_s, told["per_s"])
 
 
 def held(server: servers.Server, rate_per_s: float, duration_s: float) -> list[Window]:

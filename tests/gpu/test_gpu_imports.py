@@ -11,10 +11,10 @@ from pathlib import Path
 import counted_child
 import pytest
 import torch
+from gpu_seen import gpu_of
 from pool_files import pool_file
 
 from pilotlight.common.messages.engine import Run, StageLoaded, StepDone
-from pilotlight.common.nvml import list_gpus
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.model import Dtype
@@ -83,7 +83,7 @@ async def test_an_engine_on_the_device_imports_little(
             threads=2,
             log_path=tmp_path / "log",
             device=DeviceKind.CUDA,
-            cuda_devices=(list_gpus()[device.index].uuid,),
+            cuda_devices=(gpu_of(device).uuid,),
             device_bytes=ROOM_BYTES,
             module="counted_child",
         )

@@ -14,12 +14,13 @@ import faulty_child
 import pynvml
 import pytest
 import torch
+from gpu_seen import gpu_of
 from pool_files import PoolFile, pool_file
 
 from pilotlight.common.device_health import Judgement, judge
 from pilotlight.common.driver_thread import DriverThread
 from pilotlight.common.messages.engine import Abort, Run, StageLoaded, StepDone, UnloadStage
-from pilotlight.common.nvml import NvmlReader, list_gpus
+from pilotlight.common.nvml import NvmlReader
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import Backoff
 from pilotlight.policy.cluster import DeviceKind, HealthState
@@ -103,7 +104,7 @@ async def make_engine(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[MakeEngine]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    uuid = list_gpus()[device.index].uuid
+    uuid = gpu_of(device).uuid
     made: list[ProcessEngine] = []
 
     async def make(
@@ -174,7 +175,7 @@ async def test_a_child_on_the_device_gives_the_cpus_tokens(
 
 
 async def test_a_child_that_says_itself_what_it_has(device: torch.device, tmp_path: Path) -> None:
-    gpu = list_gpus()[device.index]
+    gpu = gpu_of(device)
     options = ChildOptions(
         threads=2, log_path=tmp_path / "log", device=DeviceKind.CUDA, cuda_devices=(gpu.uuid,)
     )

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from gpu_seen import gpu_of
 from pool_files import PoolFile
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.messages.artifacts import ClaimedBuild
 from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.common.messages.pool import PartReady
-from pilotlight.common.nvml import list_gpus
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import WorkerId
 from pilotlight.policy.materialized import Fingerprint
@@ -57,7 +58,7 @@ class FileSource:
 def sessions(index: int, pool: PoolFile, log_path: Path) -> MakeSession:
     """Makes engines on a device, whose processes find what this one does."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    uuid = list_gpus()[index].uuid
+    uuid = gpu_of(torch.device("cuda", index)).uuid
     source: Any = FileSource(pool)
 
     def make(

@@ -1,6 +1,6 @@
 """Keeps what a gateway remembers of keys true: other gateways' changes reach it by events, ends of
-keys also by asking, those that are in use are looked up before a request has to wait for it, and the
-keys' last use reaches the database.
+keys also by asking. Keys that are in use are looked up again before a request has to wait for that,
+and their last use reaches the database.
 """
 
 import asyncio
