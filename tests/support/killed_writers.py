@@ -116,6 +116,13 @@ def fill_part(pool: HostPool, image: PartImage, model: int) -> None:
     pool.enter_chunk(image, (start, start + POOL_CHUNK_BYTES), chunk_digest(content))
 
 
+def raise_epoch_for_ever(path: Path) -> None:
+    """What a loader does when leaders follow one another, faster than they do."""
+    pool = HostPool.open(path, POOL_BYTES, SystemClock())
+    for epoch in itertools.count(pool.highest_epoch + 1):
+        pool.raise_epoch(Epoch(epoch))
+
+
 def use_pool_for_ever(path: Path, noted: Path, seed: int) -> None:
     """What a loader does to its pool all day: several fetches at a time, copies that are dropped,
     epochs.

@@ -2,6 +2,7 @@
 reader sees a change.
 """
 
+import mmap
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from killed_writers import (
     pool_chunk,
     pool_chunks,
     pool_digest,
+    raise_epoch_for_ever,
     read_leased_for_ever,
     started,
     use_pool_for_ever,
@@ -27,8 +29,9 @@ from killed_writers import (
 from pilotlight.common.clock import ManualClock
 from pilotlight.dataplane.pool import HostPool
 from pilotlight.dataplane.pool_images import PartImage
-from pilotlight.dataplane.table import ENTRY_BYTES, HEADER_BYTES, EntryState
+from pilotlight.dataplane.table import ENTRY_BYTES, HEADER_BYTES, EntryState, read_header
 
+LOOKS = 100_000
 MODELS = {pool_digest(model): model for model in range(12)}
 
 
@@ -118,6 +121,24 @@ def kill_again_and_again(folder: Path, seed: int, kills: int) -> None:
         pool.drop(digest)
     assert pool.free_bytes == pool.largest_free_bytes == POOL_BYTES
     pool.close(remove=True)
+
+
+def test_whoever_looks_while_an_epoch_is_raised_sees_the_last_one_or_the_next(tmp_path: Path):
+    """And no other: what is there when a loader is killed is what the next one begins with."""
+    path = tmp_path / "pool"
+    HostPool.open(path, POOL_BYTES, ManualClock()).close(remove=False)
+    raising = started(raise_epoch_for_ever, path)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), HEADER_BYTES, prot=mmap.PROT_READ) as page,
+    ):
+        seen = [0]
+        while len(seen) < LOOKS or seen[-1] < LOOKS:
+            header = read_header(page[:])
+            assert header is not None
+            seen.append(header.highest_epoch)
+    assert killed(raising, 0.0)
+    assert seen == sorted(seen)
 
 
 @pytest.mark.slow

@@ -143,8 +143,11 @@ def write_header(mapped: mmap.mmap, header: Header) -> None:
 
 
 def write_epoch(mapped: mmap.mmap, epoch: Epoch) -> None:
-    """Persist the highest epoch: eight aligned bytes, one store."""
-    _EPOCH.pack_into(mapped, _EPOCH_OFFSET, epoch)
+    """Persist the highest epoch: eight aligned bytes, one store.
+
+    ``pack_into`` would fill them with zeros first, which others see, and a kill leaves.
+    """
+    mapped[_EPOCH_OFFSET : _EPOCH_OFFSET + _EPOCH.size] = _EPOCH.pack(epoch)
 
 
 def read_changes(mapped: mmap.mmap | memoryview) -> int:

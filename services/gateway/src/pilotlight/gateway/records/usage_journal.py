@@ -148,8 +148,8 @@ class UsageJournal:
         if offset is None:
             return None
         facts = (streamed, len(texts), 0, _microseconds(at), prompt_tokens, 0)
-        _SLOT.pack_into(self._map, offset, _FREE, *facts)
-        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, 0)
+        self._put(offset, _SLOT.pack(_FREE, *facts))
+        self._put(offset + _DEVICE_AT, _DEVICE.pack(0))
         self._map[offset] = _RUNNING
         return Meter(self, offset)
 
@@ -171,7 +171,7 @@ class UsageJournal:
         elif self._used < MAX_SLOTS and self._has_room():
             offset = _HEAD.size + self._used * SLOT_BYTES
             self._used += 1
-            _TOKENS.pack_into(self._map, _USED_AT, self._used)
+            self._put(_USED_AT, _TOKENS.pack(self._used))
         else:
             return None
         self._map[offset + _TEXTS_AT : offset + _TEXTS_AT + len(texts)] = texts
@@ -192,10 +192,16 @@ class UsageJournal:
         os.posix_fallocate(self._descriptor, 0, end)
         self._allocated += SLOTS_AT_A_TIME
 
+    def _put(self, offset: int, data: bytes) -> None:
+        """Write what may be there already. ``pack_into`` would fill it with zeros first, and a
+        gateway that is killed in between leaves these.
+        """
+        self._map[offset : offset + len(data)] = data
+
     def put(self, offset: int, output_tokens: int, device_s: float) -> None:
         """As ``Meter.output``."""
-        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, int(device_s * 1e6))
-        _TOKENS.pack_into(self._map, offset + _OUTPUT_AT, output_tokens)
+        self._put(offset + _DEVICE_AT, _DEVICE.pack(int(device_s * 1e6)))
+        self._put(offset + _OUTPUT_AT, _TOKENS.pack(output_tokens))
 
     def end(self, offset: int, row: UsageRow) -> None:
         """As ``Meter.ended``."""
@@ -208,8 +214,8 @@ class UsageJournal:
         self._map[offset + _STATUS_AT : offset + _STATUS_AT + len(status)] = status
         facts = (_microseconds(row.at), row.prompt_tokens, row.output_tokens)
         state = self._map[offset]
-        _SLOT.pack_into(self._map, offset, state, streamed, texts, len(status), *facts)
-        _DEVICE.pack_into(self._map, offset + _DEVICE_AT, int(row.device_s * 1e6))
+        self._put(offset, _SLOT.pack(state, streamed, texts, len(status), *facts))
+        self._put(offset + _DEVICE_AT, _DEVICE.pack(int(row.device_s * 1e6)))
         self._map[offset] = _ENDED
 
     def free(self, offset: int) -> None:

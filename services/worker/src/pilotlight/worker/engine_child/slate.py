@@ -54,7 +54,9 @@ class Slate:
     def write(self, doing: Doing, tokens: int = 0, mark: int = 0) -> None:
         """Turn to something else."""
         self._word += 1
-        _LAYOUT.pack_into(self._page, 0, self._word, self._obeyed, doing, tokens, mark)
+        # ``pack_into`` would fill it with zeros first, which the worker may read.
+        said = _LAYOUT.pack(self._word, self._obeyed, doing, tokens, mark)
+        self._page[: len(said)] = said
 
     def obey(self) -> None:
         """One more command was taken, and is being carried out."""
