@@ -47,7 +47,6 @@ class StageMemory:
         self.stage = stage
         """The layers that have memory; a stage that is to grow runs fewer of them."""
         self.copier = arena.copier
-        self._counted: tuple[Stage, int] | None = None
         self.layout = layout_of(arena, decoder, stage, dtype)
         self._steps_stop = self._steps_backed = self.layout.steps.start
         self._slot = arena.open_slot(slot)
@@ -67,9 +66,7 @@ class StageMemory:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all tensors of the stage's parts, without what lies between them."""
-        if self._counted is None or self._counted[0] != self.stage:
-            self._counted = self.stage, parameter_bytes(self.decoder, self.stage, self.dtype)
-        return self._counted[1]
+        return parameter_bytes(self.decoder, self.stage, self.dtype)
 
     def extend(self, stage: Stage) -> None:
         """Backs the parts of a longer range, and as many KV blocks in each new layer as the others
