@@ -99,17 +99,18 @@ class ResidentStage:
         self.parameters = Parameters(self.memory)
         try:
             self.kv = KvCache(self.memory, self.num_blocks)
+            # Behind what maps most: that and copies wait for each other.
+            self.parameters.order(early() if early is not None else {}, most=1)
             self.compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
+            self.parameters.close()
             self.memory.close()
             raise
         self.parameters.meanwhile = self.compute.rehearse
         self.parameters.behind_last = lambda: self.compute.arriving(len(self.scheduler.requests))
-        # Behind all that maps memory: copies and a driver that maps wait for each other.
         self.parameters.order(early() if early is not None else {})
         self.sample = self.compute.sample
-        # An instance is one model in one dtype: its name tells contents apart, also between the
-        # stages that share it.
+        # One model in one dtype: its name tells contents apart, also between its stages.
         self.tables = BlockTables(
             BlockPool(self.num_blocks), instance_id, prefix_cache=limits.prefix_cache
         )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -142,12 +143,16 @@ class Parameters:
         self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete, why=why)
 
-    def order(self, parts: Mapping[int, Mapping[str, Source]]) -> None:
+    def order(self, parts: Mapping[int, Mapping[str, Source]], most: int | None = None) -> None:
         """Has copies of parts begin that are placed later, where something copies by itself, while
         no batches run. Their buffers have to stay until then. What is wrong with one is said when
         it is placed.
+
+        Args:
+            parts: that have come.
+            most: of them, the first ones; None: all.
         """
-        for part, tensors in parts.items():
+        for part, tensors in islice(parts.items(), most):
             with suppress(EngineError):
                 self._order(part, tensors, background=False, alone=True)
 

@@ -71,7 +71,8 @@ bool Arena::backed_everywhere(std::uint64_t start, std::uint64_t stop) const {
 
 // Memory of this very length: idle, or new. A full device is told to take idle memory back first.
 int Arena::obtain(std::uint64_t size, Memory *memory) {
-    if ((*memory = reuse(size, size))) return OK;
+    if (int failed = reuse(size, size, memory)) return failed;
+    if (*memory) return OK;
     CUmemAllocationProp wanted = properties();
     CUmemHandle handle = 0;
     for (;;) {
@@ -139,13 +140,10 @@ int Arena::fill(std::uint64_t start, std::uint64_t stop, std::uint64_t chunk_byt
             at = chunks_[at].stop;
             continue;
         }
-        if (auto stale = stale_.find(at); stale != stale_.end()) {
-            if (int failed = unmap_stale(stale)) return failed;  // What it mapped is in use elsewhere by now.
-            continue;
-        }
         const std::uint64_t room = std::min(next_stale(at, stop) - at, chunk_bytes);
-        Memory memory = reuse(room / LEAST_SHARE, room);
-        int failed = memory ? OK : obtain(room, &memory);
+        Memory memory;
+        int failed = reuse(room / LEAST_SHARE, room, &memory);
+        if (!failed && !memory) failed = obtain(room, &memory);
         if (!failed) failed = map(at, memory);
         if (failed && memory) lay_by_or_drop(memory);
         if (failed) return failed;

@@ -11,9 +11,8 @@
 // stays with the arena, as far as it may (`keep`), and is mapped again for whatever needs memory next:
 //
 //     in use   -- unback: no call of the driver -->  idle, still mapped at its old place (stale)
-//     stale    -- the arena's thread, later      -->  idle, mapped nowhere
 //     idle     -- back, at the old place         -->  in use, no call of the driver
-//              -- back, elsewhere                -->  in use, mapped; its old place is unmapped later
+//              -- back, elsewhere                -->  in use, unmapped at its old place, and mapped
 //              -- beyond what may be kept, or a create that finds no memory  -->  released
 #pragma once
 
@@ -158,7 +157,7 @@ class Arena {
     void drop(const Memory &memory);
     void retire(const Chunk &chunk);
     bool resume(std::uint64_t at, std::uint64_t stop);
-    Memory reuse(std::uint64_t at_least, std::uint64_t at_most);
+    int reuse(std::uint64_t at_least, std::uint64_t at_most, Memory *memory);
     std::uint64_t next_stale(std::uint64_t at, std::uint64_t stop) const;
     int clear(std::uint64_t start, std::uint64_t stop, bool resumable_too);
     int unmap_stale(Chunks::iterator stale);

@@ -113,16 +113,19 @@ bool Arena::resume(std::uint64_t at, std::uint64_t stop) {
     return true;
 }
 
-// The longest idle memory within these lengths, from now on in use.
-Memory Arena::reuse(std::uint64_t at_least, std::uint64_t at_most) {
+// The longest idle memory within these lengths, from now on in use; null, if there is none. Its old place is unmapped first: drivers
+// have refused to map memory that a stale place had still, with errors that say nothing.
+int Arena::reuse(std::uint64_t at_least, std::uint64_t at_most, Memory *memory) {
+    *memory = nullptr;
     auto found = idle_.upper_bound(at_most);
-    if (found == idle_.begin() || (--found)->first < at_least) return nullptr;
-    const Memory memory = found->second;
+    if (found == idle_.begin() || (--found)->first < at_least) return OK;
+    if (int failed = unmap_stale_of(found->second)) return failed;
+    *memory = found->second;
     idle_.erase(found);
-    memory->idle = false;
-    books->idle_bytes -= memory->bytes;
-    books->physical_bytes += memory->bytes;
-    return memory;
+    (*memory)->idle = false;
+    books->idle_bytes -= (*memory)->bytes;
+    books->physical_bytes += (*memory)->bytes;
+    return OK;
 }
 
 // Where the first stale chunk from `at` on begins; `stop`, if none does before.
@@ -194,9 +197,7 @@ int Arena::settle(std::uint64_t idle_bytes) {
     return shed(idle_bytes);
 }
 
-bool Arena::has_chores() const {
-    return !stale_.empty() || books->idle_bytes > most_idle_bytes_;
-}
+bool Arena::has_chores() const { return books->idle_bytes > most_idle_bytes_; }
 
 // One call of the driver at a time, while nothing else wants a turn. A refusal is no error of anybody's: the place stays mapped,
 // which is tried again with the next turn, and by what needs the place.
@@ -210,7 +211,7 @@ void Arena::work() {
     while (!closing_) {
         changed_.wait(held, [this] { return closing_ || (!waiting_ && !refused_ && has_chores()); });
         if (closing_) return;
-        refused_ = stale_.empty() ? release_shortest() : unmap_stale(stale_.begin());
+        refused_ = release_shortest();
         held.unlock();
         held.lock();
     }
