@@ -6,10 +6,11 @@ all of it, where a command may not take longer: the load is shorter then.
 
 It measures what the system can do with streams of 32 tokens, all it is asked for, until that is no
 more than before; the median counts, without the first measure. Streams of equal length that follow
-one another begin and end together, which suits an engine: so as much then arrives by chance, and
-what of it is answered is what the system can, if that is less. Then requests arrive at a share of
-that rate, whether or not others were answered, for ``--duration-s``, in windows of a minute. There
-are as many gateways as ``pilotlight up`` has on as many cores. Wrong is: any error; a process, or
+one another begin and end together, which suits an engine: so as much then arrives by chance, and if
+it does not keep up, less, until it does: nobody is refused, and answers take no longer than they
+took before. That is what it can. Then requests arrive at a share of that rate, whether or not
+others were answered, for ``--duration-s``, in windows of a minute. There are as many gateways as
+``pilotlight up`` has on as many cores. Wrong is: any error; a process, or
 the device, whose memory in the last fifth of the time is more than in the second, times 1.05, and
 16 MiB; a p99, of first bytes or whole answers, that is in the last fifth half as much again as in
 the second, and 10 ms more; arrivals that pile up. Prints one JSON document, with how many tokens
@@ -57,6 +58,9 @@ NO_MORE_RATIO, SATURATIONS = 1.03, 5
 often at most: what is compiled, and given to processes, at the first full load is not what it can.
 """
 WARM_S = 10.0
+BY_CHANCE = {"concurrency": 8, "warm_s": 5.0, "duration_s": 15.0}
+LESS_SHARES = (1.0, 0.9, 0.8, 0.7)
+"""Of what it can with streams that follow one another, what arrives by chance."""
 SLOWER_RATIO, SLOWER_MS = 1.5, 10.0
 TURNED_AWAY = "429"
 """The status of a request that comes when too many wait."""
@@ -89,29 +93,41 @@ def memory_bytes(root_pid: int) -> dict[str, int]:
 
 
 def saturation_per_s(server: servers.Server, at_once: int) -> float:
-    """Streams a second when it is given all that it takes, once that grows no more: the median of
-    all measures but the first. When as many arrive by chance, fewer may be answered: then those.
+    """Streams a second with which it keeps up when they arrive by chance."""
+    most_per_s, usual_ms = following_per_s(server, at_once)
+    for share in LESS_SHARES:
+        rate_per_s = share * most_per_s
+        with asking(server, body(stream=True), rate_per_s=rate_per_s, **BY_CHANCE) as client:
+            told = client.figures()
+        took_ms, refused = told["latency_ms_p50"], told.get("refused", {}).get(TURNED_AWAY, 0)
+        say(f"{rate_per_s:.0f}/s arrive: p50 {took_ms} ms for {usual_ms} ms, {refused} refused")
+        if told["errors"] > refused:
+            raise SystemExit(f"wrong answers above saturation: {told['first_errors']}")
+        if not refused and took_ms <= usual_ms:
+            return rate_per_s
+    raise SystemExit(f"it does not keep up with {rate_per_s:.0f} streams/s that arrive by chance")
+
+
+def following_per_s(server: servers.Server, at_once: int) -> tuple[float, float]:
+    """Streams a second when it is given all that it takes, once that grows no more, and the
+    milliseconds that one takes: medians of all measures but the first.
     """
     job = {"concurrency": at_once, "warm_s": WARM_S, "duration_s": SATURATE_S}
-    found: list[float] = []
+    found: list[Window] = []
     for _ in range(SATURATIONS):
         with asking(server, body(stream=True), **job) as client:
             told = client.figures()
         say(f"saturation: {told['per_s']} streams/s, {told['errors']} errors")
         if told["errors"]:
             raise SystemExit(f"wrong answers at saturation: {told['first_errors']}")
-        most = max(found, default=0.0)
-        found.append(told["per_s"])
+        most = max((one["per_s"] for one in found), default=0.0)
+        found.append(told)
         if told["per_s"] <= most * NO_MORE_RATIO:
             break
-    most_per_s = statistics.median(found[1:])
-    job = {"concurrency": 8, "warm_s": WARM_S, "duration_s": SATURATE_S, "rate_per_s": most_per_s}
-    with asking(server, body(stream=True), **job) as client:
-        told = client.figures()
-    say(f"as many arrive: {told['per_s']} streams/s, {told['errors']} refused")
-    if told["errors"] > told.get("refused", {}).get(TURNED_AWAY, 0):
-        raise SystemExit(f"wrong answers above saturation: {told['first_errors']}")
-    return min(most_per_s, told["per_s"])
+    return (
+        statistics.median(one["per_s"] for one in found[1:]),
+        statistics.median(one["latency_ms_p50"] for one in found[1:]),
+    )
 
 
 def held(server: servers.Server, rate_per_s: float, duration_s: float) -> list[Window]:

@@ -19,6 +19,8 @@ from pilotlight.engine.core.blocks import blocks_for
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.capture import CaptureOnSecondUse
 from pilotlight.engine.cuda.graphs import GraphSet
+from pilotlight.engine.cuda.kernels import decode_attention
+from pilotlight.engine.cuda.kernels.launching import Kernel
 from pilotlight.engine.cuda.prompts import prompt_length
 from pilotlight.engine.cuda.runner import CudaRangeRunner
 from pilotlight.engine.device.arena import CpuArena
@@ -200,6 +202,31 @@ def test_the_steps_are_of_the_kinds_that_they_are_to_be() -> None:
 
 
 STEPS = {"together": together, "one-by-one": one_by_one}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_what_streams_need_beside_prompts_is_there_before_they_share_a_step(
+    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows and of many: a step that compiles makes all that run wait for a second."""
+    kernel = Kernel(decode_attention._decode_attention)  # that has launched nothing yet
+    monkeypatch.setattr(decode_attention, "_run_decode_attention", kernel)
+    with arena_on(device) as arena:
+        memory, parameters, kv = placed(arena, spec_of(kind, Dtype.BFLOAT16), 1, NUM_BLOCKS)
+        scratch = memory.scratch()
+        assert scratch is not None
+        runner = CudaRangeRunner(memory, parameters, kv, scratch.eager)
+        while not runner.kernels_ahead.is_over:
+            runner.kernels_ahead.one()
+        ready = len(kernel.compiled)
+        for prompt_tokens in (5, 40):
+            blocks = tuple(range(1, 1 + blocks_for(prompt_tokens)))
+            batch = Batch((Segment(3, 1, (0,), True), Segment(0, prompt_tokens, blocks, True)))
+            logits_of([runner], iter([(batch, torch.arange(1 + prompt_tokens))]))
+        assert (ready, len(kernel.compiled)) == (2, 2)
+        del runner
+        scratch.graphs.close()
+        memory.close()
 
 
 @pytest.mark.parametrize("steps", STEPS)

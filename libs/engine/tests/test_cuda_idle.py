@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from pilotlight.engine.cuda.graphs import SIZES, GraphSet, Kind, StageSteps
-from pilotlight.engine.cuda.idle import LEAST_SPARE_BYTES, CaptureAhead
+from pilotlight.engine.cuda.idle import LEAST_SPARE_BYTES, CaptureAhead, KernelsAhead
 from pilotlight.engine.cuda.prompts import LENGTHS
 from pilotlight.policy.graphs.restoring import PROMPTS
 from pilotlight.policy.model import Stage
@@ -116,3 +116,28 @@ def test_a_stage_without_trials_has_nothing_to_do() -> None:
     steps = Steps()
     steps.has_trials = False
     assert ahead_of(steps).is_over
+
+
+def test_each_kernel_is_launched_once() -> None:
+    launched: list[int] = []
+    ahead = KernelsAhead(launched.append, (1, 16))
+    while not ahead.is_over:
+        ahead.one()
+    ahead.one()
+    assert launched == [1, 16]
+
+
+def test_a_kernel_without_memory_is_left_to_its_first_use_and_other_errors_are_told() -> None:
+    def launch(kind: int) -> None:
+        raise (
+            torch.OutOfMemoryError("CUDA out of memory.")
+            if kind == 1
+            else RuntimeError("CUDA error: an illegal memory access")
+        )
+
+    ahead = KernelsAhead(launch, (1, 16))
+    with capture_logs() as logs:
+        ahead.one()
+    assert [line["action"] for line in logs] == ["not_rehearsed"]
+    with pytest.raises(RuntimeError, match="illegal"):
+        ahead.one()

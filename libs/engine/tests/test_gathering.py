@@ -64,6 +64,50 @@ def test_the_rules(running: int, waiting: list[Request], now_s: float, gathered:
     assert gathers(LIMITS, running, waiting, now_s) == gathered
 
 
+@pytest.mark.parametrize(
+    ("launches_s", "prompt_tokens", "waited_s", "gathered"),
+    [
+        (0.012, 5, 0.023, True),
+        (0.012, 5, 0.0241, False),
+        (0.004, 5, 0.009, True),
+        (0.004, 5, 0.0101, False),
+        (0.012, 256, 0.011, False),
+        (0.012, 255, 0.011, True),
+    ],
+    ids=["launches", "long enough", "short launches", "as long as ever", "much work", "little"],
+)
+def test_prompts_whose_step_is_its_launches_wait_for_twice_as_long_as_these_take(
+    launches_s: float, prompt_tokens: int, waited_s: float, gathered: bool
+) -> None:
+    limits = BatchLimits(step_tokens=10_240, gather_s=0.010, gather_running=2)
+    waiting = [request(0, prompt_tokens, 1.0), request(1, prompt_tokens, 1.002)]
+    assert gathers(limits, 3, waiting, 1.0 + waited_s, launches_s) == gathered
+
+
+def test_streams_have_steps_without_prompts_however_many_come() -> None:
+    """One comes each 3 ms, and a step with prompts takes 12 ms of launches, one without 4."""
+    limits = BatchLimits(step_tokens=10_240, gather_s=0.010, gather_running=2, keep_promises=True)
+    scheduler, plan = scheduler_with(8, limits, num_blocks=1024)
+    now_s, came, kinds = 0.0, 0, list[bool]()
+    while now_s < 2.0:
+        began_s, prompts = now_s, plan.batch.num_tokens > len(plan.requests)
+        now_s += 0.012 if prompts else 0.004
+        kinds.append(prompts)
+        scheduler.advance(plan)
+        scheduler.promises.pace.ran(plan.batch, began_s, now_s)
+        for one in plan.sampled:
+            one.accept(3)
+        for one in [each for each in scheduler.requests if each.exhausted]:
+            scheduler.end(one, RequestEvent.FINISH)
+        while came * 0.003 <= now_s:
+            scheduler.submit(request(100 + came, 20, came * 0.003))
+            came += 1
+        plan = scheduler.schedule(now_s)
+    settled = kinds[len(kinds) // 2 :]
+    assert 1 / 6 < sum(settled) / len(settled) < 1 / 3
+    assert scheduler.running + scheduler.waiting < 256
+
+
 def test_newcomers_share_a_step_that_one_of_them_waited_for() -> None:
     scheduler, plan = scheduler_with(3)
     scheduler.submit(request(7, queued_s=1.0))

@@ -162,7 +162,7 @@ def compute_on(
     # What an artifact brings comes by itself, and what is recorded is recorded in its order.
     arena = memory.arena
     ahead = CaptureAhead(runner.steps_of(), graphs, lambda: arena.spare_bytes)
-    captures = (ahead,) if plan is None else ()
+    first = (runner.kernels_ahead, ahead) if plan is None else ()
     lengths = (runner.whole_prompts,) if runner.whole_prompts is not None else ()
     return Compute(
         runner,
@@ -173,5 +173,5 @@ def compute_on(
         rehearsal,
         supplier.arriving,
         graphs.close,
-        (*captures, *lengths),
+        (*first, *lengths),
     )

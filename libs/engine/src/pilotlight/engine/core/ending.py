@@ -29,7 +29,8 @@ def waits(limits: BatchLimits, waiting: Collection[Request], outlook: Outlook) -
         waiting: requests that own no blocks, oldest first.
         outlook: those that run, and what is promised of all.
     """
-    return gathers(limits, len(outlook.running), waiting, outlook.now_s) or awaits_end(
+    launches_s = outlook.promises.pace.launches_s
+    return gathers(limits, len(outlook.running), waiting, outlook.now_s, launches_s) or awaits_end(
         limits, waiting, outlook
     )
 

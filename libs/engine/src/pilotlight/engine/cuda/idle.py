@@ -1,14 +1,19 @@
-"""Graphs of all sizes, captured one by one while the stage has nothing to do.
+"""What is done for later steps while the stage has nothing to do: graphs of all sizes are captured
+one by one, and kernels made ready that no trial has.
 
 A size that is met for the first time runs kernel by kernel, and the second time it is captured
 first: 25 to 30 ms of the host on an H200, in which every stream waits. Where many answers end
 together, a batch goes through sizes that it never had. So trials of all kinds run (``cuda.trials``,
 which harm no request) while there are none: the first of a kind loads its kernels, the second is
 captured.
+
+A trial is of streams alone, or of a prompt alone. Where both share a step, the streams' attention
+is a kernel of its own, and it takes a second to compile: under load, as it comes up there, that is
+a second of all streams, and of the row behind it.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
@@ -28,8 +33,8 @@ driver's memory, some 5 MiB each, and are no stage's."""
 
 
 class Prepares(Protocol):
-    """What a stage can do for later. ``CaptureAhead`` captures; ``WholePrompts`` has cuDNN prepare
-    for lengths.
+    """What a stage can do for later. ``CaptureAhead`` captures; ``KernelsAhead`` compiles;
+    ``WholePrompts`` has cuDNN prepare for lengths.
     """
 
     @property
@@ -45,6 +50,37 @@ class Prepares(Protocol):
                 memory.
         """
         ...
+
+
+class KernelsAhead:
+    """Has each of some kinds of a kernel launched once, on nothing of any request."""
+
+    def __init__(self, rehearse: Callable[[int], None], kinds: Iterable[int]) -> None:
+        """Launches nothing yet.
+
+        Args:
+            rehearse: launches one kind.
+            kinds: all of them.
+        """
+        self._rehearse, self._left = rehearse, deque(kinds)
+
+    @property
+    def is_over(self) -> bool:
+        """See ``Prepares``."""
+        return not self._left
+
+    def one(self) -> None:
+        """See ``Prepares``: one kind."""
+        if not self._left:
+            return
+        kind = self._left.popleft()
+        try:
+            self._rehearse(kind)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            # What is first used then may find some.
+            log.warning("nothing rehearsed", action="not_rehearsed", why=str(error))
 
 
 class CaptureAhead:

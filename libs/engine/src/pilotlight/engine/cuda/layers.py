@@ -13,10 +13,16 @@ products run in another order.
 from contextlib import nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from pilotlight.engine.core.batch import Batch
-from pilotlight.engine.cuda.attention_metadata import AttentionMetadata, Place
+from pilotlight.engine.cuda.attention_metadata import (
+    AttentionMetadata,
+    KvSplits,
+    Place,
+    RowMetadata,
+)
 from pilotlight.engine.cuda.kernels import elementwise
 from pilotlight.engine.cuda.kernels.decode_attention import (
     DecodeScratch,
@@ -115,6 +121,29 @@ class Layers:
         kernel that builds have to compile though no prompt of theirs is cuDNN's.
         """
         self._projections.ready(place((1, self._width), self._dtype))
+
+    def rehearse_beside_prompts(self, layer: int, rows: int, place: Place) -> Tensor:
+        """Launches the attention of streams that share a step with prompts, in fused layers: of
+        as many rows of zeros, none attends.
+
+        Args:
+            layer: that the stage has.
+            rows: of the step.
+            place: gives memory, zeros.
+
+        Returns:
+            The zeros, which nothing needs.
+        """
+        spec = self._decoder.spec
+        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        qkv, nothing = place((rows, width), self._dtype), place((rows,), torch.int32)
+        room = self._projections.room_for_heads(qkv, self._width, spec.head_dim)
+        where = RowMetadata(nothing, nothing, nothing, nothing)
+        splits = KvSplits(nothing, nothing, nothing - 1, nothing, nothing)
+        scratch = DecodeScratch(1, spec.num_heads, spec.num_kv_heads, spec.head_dim, place)
+        stored = self._kv.stored(layer)
+        decode_attention(qkv, stored, where, splits, scratch, self._scale, room)
+        return qkv
 
     def _run(
         self,

@@ -18,7 +18,8 @@ from pilotlight.engine.cuda.attention_metadata import (
     zeros_on,
 )
 from pilotlight.engine.cuda.graphs import SIZES, GraphSet, Kind, size_for
-from pilotlight.engine.cuda.kernels.decode_attention import DecodeScratch
+from pilotlight.engine.cuda.idle import KernelsAhead
+from pilotlight.engine.cuda.kernels.decode_attention import MANY_ROWS, DecodeScratch
 from pilotlight.engine.cuda.layers import Layers
 from pilotlight.engine.cuda.pools import run_in
 from pilotlight.engine.cuda.prompts import LENGTHS, StaticPrompt, prompt_length
@@ -109,6 +110,9 @@ class CudaRangeRunner:
             else None
         )
         """None: cuDNN attends to none of this model."""
+        beside_prompts = (1, MANY_ROWS) if self._layers.fused else ()
+        self.kernels_ahead = KernelsAhead(self._rehearse_beside_prompts, beside_prompts)
+        """Of fused layers: others attend beside prompts as they do without."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._spare = -(-PROGRAMS_PER_PROCESSOR * processors // spec.num_kv_heads)
         pinned = device.type == "cuda"
@@ -264,6 +268,11 @@ class CudaRangeRunner:
             return self._hidden[: kind.rows]
         logits = self._graphs.logits(SIZES[-1], self._decoder.spec.vocab_size, self._dtype)
         return logits[: 1 if kind.prompt else kind.rows]
+
+    @torch.inference_mode()
+    def _rehearse_beside_prompts(self, rows: int) -> None:
+        layer, place = self._memory.stage.start, zeros_on(self._device)
+        run_in(self._eager, partial(self._layers.rehearse_beside_prompts, layer, rows, place))
 
     def _scratch_for(self, splits: int, place: Place) -> DecodeScratch:
         spec = self._decoder.spec
