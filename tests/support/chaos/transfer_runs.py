@@ -52,6 +52,7 @@ class Run:
         self._ordered: set[str] = set()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._dirty: set[str] = set()
+        self._restarted: set[str] = set()
         self._over = asyncio.Event()
         self._filled = asyncio.Event()
         self._stored: Stored | None = None
@@ -254,6 +255,7 @@ class Run:
     async def _restart(
         self, fault: Fault, loader: LoaderProcess, open_gate: Callable[[], None]
     ) -> None:
+        self._restarted.add(fault.node)
         loader.signal(signal.SIGKILL if fault.how == "killed" else signal.SIGTERM)
         open_gate()
         await loader.ended()
@@ -271,8 +273,8 @@ class Run:
         if (
             self.plan.of(Kind.DISK_FULL)
             and self.reads.get(FULL_DISK, EngineRead()).outcome == RIGHT
-            # One that was killed may not have come to write.
-            and not self.node(FULL_DISK).killed
+            # One that was killed or stopped may not have come to write, also if it runs again.
+            and not (self.node(FULL_DISK).killed or FULL_DISK in self._restarted)
         ):
             with suppress(DeadlineExceeded):
                 await until(lambda: self.node(FULL_DISK).said("disk_tier_off"), deadline_s=CLEAN_S)
