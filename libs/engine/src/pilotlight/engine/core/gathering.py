@@ -5,8 +5,8 @@ up as they come, their prompts stretch one step after the other of all that run;
 they stretch one.
 
 Where short ones come by chance, and many, a step that is nothing but its launches holds more of
-them the longer it is waited for, at no cost. Where each step had some, an engine could do half of
-what it can.
+them the longer it is waited for, at no cost. Where each step has some, an engine does a fifth less
+than it can.
 """
 
 from collections.abc import Collection
