@@ -28,6 +28,7 @@ from pilotlight.cli.demo_model import DEMO_PROMPT, demo_model_folder
 from pilotlight.cli.home import Home
 from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, free_port
+from pilotlight.cli.waterfall import is_whole
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import NotFound
 from pilotlight.common.waiting import pause
@@ -89,11 +90,7 @@ async def record_of(admin: AdminClient, trace_id: str) -> dict[str, Any]:
             records = (await asyncio.to_thread(admin.get, f"/traces/{trace_id}"))["cold_starts"]
         except NotFound:
             records = []
-        if (
-            records
-            and records[0]["status"] == "done"
-            and any(phase["name"] == "prefill" for phase in records[0]["phases"])
-        ):
+        if records and is_whole(records[0]):
             return records[0]
         await pause(0.05)
     raise NotFound(f"no finished cold start belongs to trace {trace_id}")

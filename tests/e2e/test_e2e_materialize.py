@@ -16,6 +16,8 @@ from embedded_system import RunningSystem, eventually, running
 from materialized_system import build_children, builds, materials, register, stored
 from prometheus_client.parser import text_string_to_metric_families
 
+from pilotlight.cli.waterfall import is_whole
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NAME = "ember-7m"
@@ -58,9 +60,7 @@ def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
         def finished() -> Any:
             found = admin.get(f"/traces/{trace_id}")
             records = found.json()["cold_starts"] if found.status_code == 200 else []
-            done = [one for one in records if one["status"] == "done"]
-            names = {phase["name"] for one in done for phase in one["phases"]}
-            return done[0] if "prefill" in names else None
+            return next(filter(is_whole, records), None)
 
         return eventually(finished)
 

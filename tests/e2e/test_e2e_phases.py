@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from embedded_system import DEMO_FOLDER, RunningSystem, running
 
+from pilotlight.cli.waterfall import is_whole
 from pilotlight.common.clock import SystemClock
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -56,11 +57,7 @@ def finished(system: RunningSystem, trace_id: str) -> dict[str, Any]:
         while clock.monotonic_s() < deadline_s:
             found = admin.get(f"/traces/{trace_id}")
             records = found.json()["cold_starts"] if found.status_code == 200 else []
-            if (
-                records
-                and records[0]["status"] == "done"
-                and "prefill" in {phase["name"] for phase in records[0]["phases"]}
-            ):
+            if records and is_whole(records[0]):
                 return records[0]
     raise AssertionError(
         f"no record of the cold start of {trace_id} after {RECORD_DEADLINE_S:g} s: {found.text}"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from embedded_system import RunningSystem, copied, eventually, running
 
+from pilotlight.cli.waterfall import is_whole
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LINK = "40mbit"
@@ -37,8 +39,7 @@ def cold_start(system: RunningSystem, name: str) -> dict[str, Any]:
     def record() -> dict[str, Any] | None:
         found = admin.get(f"/traces/{trace_id}")
         records = found.json()["cold_starts"] if found.status_code == 200 else []
-        names = {phase["name"] for one in records for phase in one["phases"]}
-        return records[0] if records and {"fetch", "load", "prefill"} <= names else None
+        return next(filter(is_whole, records), None)
 
     with system.admin() as admin:
         return eventually(record)

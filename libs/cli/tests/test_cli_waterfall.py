@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pilotlight.cli.waterfall import bars_of, draw, seconds_within
+from pilotlight.cli.waterfall import bars_of, draw, is_whole, seconds_within
 
 
 def shown(renderable: object, width: int = 100) -> str:
@@ -28,6 +28,15 @@ def phase(
         "end_s": end_s,
         "wall_offset_s": wall_offset_s,
     }
+
+
+def test_a_record_is_whole_with_the_prefill_that_gave_its_first_token() -> None:
+    beside_parts, last = phase("prefill", 11.0, 11.2), phase("prefill", 11.5, 11.7)
+    record = {"status": "done", "phases": [{**beside_parts, "tokens": 0}]}
+    assert not is_whole(record)
+    record["phases"] = [{**beside_parts, "tokens": 0}, {**last, "tokens": 12}]
+    assert is_whole(record)
+    assert not is_whole({**record, "status": "open"})
 
 
 def test_phases_are_laid_on_one_axis() -> None:

@@ -97,14 +97,20 @@ class Starts:
     book: Book = field(default_factory=Book)
     repository: Kept = field(default_factory=Kept)
     shown: Shown = field(default_factory=Shown)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     records: ColdStarts = field(init=False)
 
     def __post_init__(self) -> None:
         repository = cast(SchedulerRepository, self.repository)
-        metrics = SchedulerMetrics(CollectorRegistry())
+        metrics = SchedulerMetrics(self.registry)
         self.records = ColdStarts(repository, self.book, self.clock, "scheduler", metrics)
         self.records.know({}, self.records.timings)
         self.book.put(record(ONE, "n0"), record(GROUP, "n0", "n1", "n2"))
+
+    @property
+    def coverage(self) -> float | None:
+        """As the metric has it."""
+        return self.registry.get_sample_value("pilotlight_cold_start_coverage")
 
     async def hear(self, *stages: HeldStage, start: EngineStart | None = None) -> None:
         self.shown.hear(W0, facts(*stages, start=start))
@@ -258,3 +264,24 @@ async def test_a_decision_shows_the_time_of_a_token_beside_its_prediction() -> N
     starts.clock.advance(LATE_PHASES_S / 2)
     await starts.records.settle({W0: DeviceKind.CPU}, {})
     assert actual_of(starts.repository.saved[-1])["tpot_s"] == 0.01
+
+
+async def test_what_explains_a_start_is_told_when_its_last_phases_have_come() -> None:
+    """The gateway's word of the first token may come before the worker's of what gave it."""
+    starts = Starts()
+    now_s, offset_s = starts.clock.monotonic_s(), wall_offset_s(starts.clock)
+    whole = a_record(starts.clock, load=1.0, prefill=2.0)
+    starts.records.open(replace(whole, status="open", end_s=None, ttft_s=None, phases=()))
+    load, prefill = whole.phases
+    first = FirstToken(
+        request_id=RequestId("r"), at_s=now_s + 2, wall_offset_s=offset_s, arrived_s=now_s
+    )
+    none = starts.coverage
+    await starts.records.keep(PhaseReport(instance_id=ONE, phases=(load,), first_token=first))
+    await starts.records.settle({W0: DeviceKind.CPU}, {})
+    assert starts.repository.saved[-1].coverage == pytest.approx(0.5)
+    assert starts.coverage == none
+    await starts.records.keep(PhaseReport(instance_id=ONE, phases=(prefill,)))
+    starts.clock.advance(LATE_PHASES_S + 1)
+    await starts.records.settle({W0: DeviceKind.CPU}, {})
+    assert starts.coverage == pytest.approx(1.0)

@@ -16,7 +16,7 @@ from pilotlight.cli.home import Home
 from pilotlight.cli.output import console
 from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, free_port
-from pilotlight.cli.waterfall import bars_of, draw, seconds_within
+from pilotlight.cli.waterfall import bars_of, draw, is_whole, seconds_within
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.errors import NotFound, PilotlightError
 from pilotlight.common.waiting import pause
@@ -157,9 +157,7 @@ def _cold_start_of(admin: AdminClient, home: Home, trace_id: str, clock: Clock) 
         # Its rows are written a moment after the answer.
         with contextlib.suppress(NotFound):
             record = next(iter(admin.get(f"/traces/{trace_id}")["cold_starts"]), record)
-        if record["status"] == "done" and any(
-            bar.name == "prefill" for bar in bars_of(record["phases"])
-        ):
+        if is_whole(record):
             return record
         asyncio.run(pause(0.1))
     raise DemoFailed(

@@ -46,6 +46,17 @@ class Bar:
         return sum(end - start for start, end in self.intervals)
 
 
+def is_whole(cold_start: Mapping[str, Any]) -> bool:
+    """Whether a cold start of the admin API has its first token and all of its phases.
+
+    Reports are apart: the gateway's of the first token may come before the worker's last one, of
+    the prefill that gave it. That one alone says how many tokens it ran.
+    """
+    return cold_start["status"] == "done" and any(
+        phase["name"] == "prefill" and phase["tokens"] > 0 for phase in cold_start["phases"]
+    )
+
+
 def bars_of(phases: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
     """Group phases (as the admin API gives them) into bars, by first start, those of each stage of
     a group together; times of several hosts are laid on one axis.

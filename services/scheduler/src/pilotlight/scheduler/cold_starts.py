@@ -198,6 +198,7 @@ class ColdStarts:
             if kept.closed_s is None or now_s - kept.closed_s <= LATE_PHASES_S:
                 continue
             del self._kept[instance_id]
+            self._log(kept.record)
             for node_id in kept.fetches_on:
                 self._fetching[node_id].discard(instance_id)
             entry = self._book.get(instance_id)
@@ -264,7 +265,7 @@ class ColdStarts:
         for kept in ended:
             kept.closed_s = self._clock.monotonic_s()
             self._note_others(kept)
-            self._log(kept.record)
+            self._metrics.cold_start_finished(kept.record)
 
     def _note_others(self, ended: _Kept) -> None:
         """Of a start that has just ended, and of those beside it: they shared a node's link."""
@@ -368,7 +369,8 @@ class ColdStarts:
         ]
 
     def _log(self, record: ColdStart) -> None:
-        self._metrics.cold_start_finished(record)
+        """Of a start whose last phases have come, too."""
+        self._metrics.cold_start_explained(record)
         figures = figures_of(record)
         log.info(
             "cold start finished",

@@ -124,5 +124,8 @@ class SchedulerMetrics:
         self._cold_starts.labels(status=record.status).inc()
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s)
+
+    def cold_start_explained(self, record: ColdStart) -> None:
+        """All phases of a closed cold start are there."""
         if record.coverage is not None:
             self._coverage.set(record.coverage)

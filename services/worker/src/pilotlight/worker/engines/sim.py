@@ -11,6 +11,7 @@ import math
 import os
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import structlog
 
@@ -374,6 +375,7 @@ class SimEngine:
             self._phases.record(run.instance_id, PhaseName.PREFILL, start_s)
             *earlier, phase = self._phases.take(run.instance_id).phases
             name, asked, before = run.instance_id, run.request_id, tuple(earlier)
+            phase = replace(phase, tokens=len(run.prompt_ids) + len(run.output_ids))
             told = Prefilled(instance_id=name, request_id=asked, phase=phase, earlier=before)
             await self._say(told)
 
