@@ -2,29 +2,28 @@
 
 A transaction costs seven round trips and some milliseconds of the cache's processor whatever it
 writes, and hundreds of starts a second each make a grant and give one back. So what comes while
-one is under way, or a moment after it, is committed together.
+one is under way is committed together, and in a rush what comes a moment later, too.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pilotlight.cache.grants import Grant
 from pilotlight.cache.repository import Added, CacheRepository
+from pilotlight.common.db.rush import LINGER_S, Rush
 from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import pause, woken
 from pilotlight.policy.ids import GrantId, InstanceId, WorkerId
 
 MOST_TOGETHER = 256
-LINGER_S = 0.005
-"""So long a transaction waits for more grants, ..."""
+RUSH_S = 0.2
+"""Of transactions that follow each other: see ``Rush``."""
 ENDS_LINGER_S = 0.05
-"""... and one that only deletes: nobody waits for it but the one who gave back, ..."""
-BUSY_S = 0.2
-"""... where the one before it ended so lately."""
+"""So long one that only deletes waits, where one ended within ``RUSH_S``: nobody waits for it but
+the one who gave back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,7 @@ class GrantRows:
     _pressing: asyncio.Event = field(default_factory=asyncio.Event)
     """Some change may not wait."""
     _is_writing: bool = False
-    _written_s: float = -math.inf
+    _rush: Rush = field(default_factory=lambda: Rush(RUSH_S))
 
     async def add(self, added: Added) -> None:
         """Return when a grant's row is there.
@@ -94,11 +93,12 @@ class GrantRows:
         loop = asyncio.get_running_loop()
         try:
             while self._line:
-                if loop.time() - self._written_s < BUSY_S:
+                if self._rush.since_last_s(loop.time()) < RUSH_S:
                     await woken(self._pressing, ENDS_LINGER_S)
+                if self._rush.is_on(loop.time()):
                     await pause(LINGER_S)
                 await self._commit(self._next())
-                self._written_s = loop.time()
+                self._rush.ended(loop.time())
         finally:
             self._is_writing = False
 

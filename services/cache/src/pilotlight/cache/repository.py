@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Column, Double, delete, func, insert, select, text, update
+from sqlalchemy import Column, Double, delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.cache.grants import Grant
 from pilotlight.cache.settings import CacheSettings
@@ -54,14 +55,15 @@ _GRANT = (
     "generation",
 )
 _given = given(*columns(tables.grants, *_GRANT), Column("lease_s", Double))
-_EARLIER = delete(tables.grants).where(
-    tables.grants.c.instance_id == _given.c.instance_id,
-    tables.grants.c.worker_id == _given.c.worker_id,
-)
 _expires_at = func.now() + _given.c.lease_s * text("interval '1 second'")
-_NEW = insert(tables.grants).from_select(
-    [*_GRANT, "expires_at", "created_at"],
+_COLUMNS = (*_GRANT, "expires_at", "created_at")
+_granted = insert(tables.grants).from_select(
+    _COLUMNS,
     select(*(_given.c[name] for name in _GRANT), _expires_at, func.now()).select_from(_given),
+)
+_NEW = _granted.on_conflict_do_update(
+    index_elements=["instance_id", "worker_id"],
+    set_={name: _granted.excluded[name] for name in _COLUMNS},
 )
 
 
@@ -199,7 +201,6 @@ class CacheRepository:
             if not added:
                 return
             rows = document([_row_of(one) for one in added])
-            await work.connection.execute(_EARLIER, rows)
             await work.connection.execute(_NEW, rows)
             for one in added:
                 for kind, victim in one.evicted:

@@ -28,6 +28,13 @@ LOCK = 7_016_150_014
 """Key of the advisory lock that the answering cache holds."""
 GRANTING = 7_016_150_015
 """Key of the lock that a grant shares, and a successor takes alone."""
+_SHARED_THEN_HELD = text(
+    "SELECT (SELECT count(*) FROM pg_locks WHERE granting.taken IS NOT NULL "
+    "AND locktype = 'advisory' AND granted AND pid = :pid "
+    "AND ((classid::bigint << 32) | objid::bigint) = :key) "
+    "FROM (SELECT pg_advisory_xact_lock_shared(:granting)::text AS taken OFFSET 0) AS granting"
+)
+"""Looks for the lock when it has the other one: the inner query needs what taking that gave."""
 CHECK_INTERVAL_S = 1.0
 DEADLINE_S = 5.0
 
@@ -116,12 +123,10 @@ async def check_sole(connection: AsyncConnection, holder_pid: int) -> None:
     Raises:
         NotSole: it is not.
     """
-    await connection.execute(text("SELECT pg_advisory_xact_lock_shared(:key)"), {"key": GRANTING})
-    held = text(
-        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid = :pid "
-        "AND ((classid::bigint << 32) | objid::bigint) = :key"
+    held = await connection.execute(
+        _SHARED_THEN_HELD, {"granting": GRANTING, "pid": holder_pid, "key": LOCK}
     )
-    if (await connection.execute(held, {"pid": holder_pid, "key": LOCK})).scalar_one() == 0:
+    if held.scalar_one() == 0:
         raise NotSole
 
 

@@ -2,14 +2,15 @@
 
 A transaction costs six round trips and two milliseconds of the leader's processor whatever it
 writes, and hundreds of starts a second have several writes each. So writes that come while another
-is under way are committed together, by the one of them whose turn it is.
+is under way are committed together, by the one of them whose turn it is; in a rush, also those that
+come a moment later.
 """
 
 import asyncio
-import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from pilotlight.common.db.rush import LINGER_S, Rush
 from pilotlight.common.errors import DatabaseUnavailable, NotLeader
 from pilotlight.common.waiting import pause
 from pilotlight.policy.ids import InstanceId
@@ -20,10 +21,8 @@ MOST_TOGETHER = 256
 """Writes of one transaction, which holds the lease's row: its renewal must not wait for long."""
 
 
-LINGER_S = 0.005
-"""So long a transaction waits for more rows, ..."""
-BUSY_S = 0.1
-"""... where the one before it ended so lately."""
+RUSH_S = 0.1
+"""Of transactions that follow each other: see ``Rush``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +48,7 @@ class Writer:
     fence: Fence
     _line: deque[_Waiting] = field(default_factory=deque["_Waiting"])
     _is_writing: bool = False
-    _written_s: float = -math.inf
-    """When the last transaction ended, on the loop's clock."""
+    _rush: Rush = field(default_factory=lambda: Rush(RUSH_S))
 
     async def write(self, rows: Rows) -> None:
         """Return when the rows are there.
@@ -68,7 +66,7 @@ class Writer:
                 await ours.woken
             else:
                 self._is_writing = ours.has_turn = True
-            if not ours.is_over and loop.time() - self._written_s < BUSY_S:
+            if not ours.is_over and self._rush.is_on(loop.time()):
                 await pause(LINGER_S)
             while not ours.is_over:
                 await self._commit(self._next())
@@ -117,7 +115,7 @@ class Writer:
                     await self._commit([one])
                 return
         finally:
-            self._written_s = asyncio.get_running_loop().time()
+            self._rush.ended(asyncio.get_running_loop().time())
             for one in batch:
                 if not one.is_over:
                     one.is_over, one.error = True, error

@@ -1,0 +1,45 @@
+"""The right to grant, on a real database."""
+
+import asyncio
+
+import pytest
+from sqlalchemy import func, select, text
+
+from pilotlight.cache.settings import CacheSettings
+from pilotlight.cache.sole import GRANTING, LOCK, NotSole, check_sole, wait_for_grants
+from pilotlight.common.clock import SystemClock
+from pilotlight.common.db.session import Database
+from pilotlight.common.testing import until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_grant_that_waited_for_a_successor_looks_for_the_lock_behind_it(
+    settings: CacheSettings,
+) -> None:
+    """What it saw before it waited may be over: the successor has read which grants there are."""
+    database = Database(settings, "cache", SystemClock())
+    async with database.asking() as holder, database.asking() as observer:
+        pid = (await holder.execute(select(func.pg_backend_pid()))).scalar_one()
+        await holder.execute(select(func.pg_advisory_lock(LOCK)))
+
+        async def granted() -> None:
+            async with database.unit_of_work() as work:
+                await check_sole(work.connection, pid)
+
+        async def waits() -> bool:
+            waiting = text(
+                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted "
+                "AND ((classid::bigint << 32) | objid::bigint) = :key"
+            )
+            return (await observer.execute(waiting, {"key": GRANTING})).scalar_one() == 1
+
+        await granted()
+        async with database.unit_of_work() as successor:
+            await wait_for_grants(successor.connection)
+            late = asyncio.create_task(granted())
+            await until(waits)
+            await holder.execute(select(func.pg_advisory_unlock(LOCK)))
+        with pytest.raises(NotSole):
+            await late
+    await database.stop()
