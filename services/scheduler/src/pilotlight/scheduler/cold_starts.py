@@ -369,9 +369,9 @@ class ColdStarts:
         ]
 
     def _log(self, record: ColdStart) -> None:
-        """Of a start whose last phases have come, too."""
         self._metrics.cold_start_explained(record)
         figures = figures_of(record)
+        seconds = figures.seconds if figures is not None else ()
         log.info(
             "cold start finished",
             action="cold_start_finished",
@@ -380,9 +380,7 @@ class ColdStarts:
             status=record.status,
             ttft_s=record.ttft_s,
             coverage=record.coverage,
-            phases={one.name.value: round(one.seconds, 4) for one in figures.seconds}
-            if figures is not None
-            else {},
+            phases={one.name.value: round(one.seconds, 4) for one in seconds},
         )
 
 
