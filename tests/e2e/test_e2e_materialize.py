@@ -5,6 +5,7 @@ fit.
 import os
 import random
 import signal
+import statistics
 import threading
 from collections import Counter
 from enum import StrEnum
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NAME = "ember-7m"
 BUILD_S = 120.0
+REPEATS = 3
 SCHEDULES = int(os.environ.get("PILOTLIGHT_BUILD_KILLS", "2"))
 SEED = int(os.environ.get("PILOTLIGHT_BUILD_SEED", "19"))
 LONGEST_S = 3.0
@@ -86,10 +88,11 @@ def test_a_cold_start_restores_what_was_materialized(system: RunningSystem) -> N
         assert artifact[measured] > 0
     (build,) = done["builds"]
     assert (build["state"], build["attempt"]) == ("built", 1)
-    record = cold_start(system, "one")
-    assert "restore" in phases(record)
-    assert "init" not in phases(record)
-    assert record["coverage"] > 0.9
+    records = [cold_start(system, "one") for _ in range(REPEATS)]
+    assert all("restore" in phases(record) for record in records)
+    assert not any("init" in phases(record) for record in records)
+    # A start takes a tenth of a second; a busy machine may hold one up between two of its phases.
+    assert statistics.median(record["coverage"] for record in records) > 0.9
     again = system.cli("materialize", "one")
     assert again["artifacts"] == done["artifacts"], "it is there already"
     text = eventually(lambda: (home := restore_counts(system)).get("found") and home)
