@@ -37,7 +37,7 @@ class Driver:
 
     def slabs(self, pool: memoryview, slab_bytes: int) -> PinnedSlabs:
         self.base = self._address(pool)
-        return PinnedSlabs(self, pool, slab_bytes)  # type: ignore[arg-type]
+        return PinnedSlabs(self, pool, slab_bytes)  # type: ignore[arg-type] - of a streamer it needs these alone
 
     def pin(self, buffer: memoryview) -> None:
         if self.refuses:
