@@ -12,7 +12,9 @@ that no start meets, so the soonest of all that are allowed is chosen; starts wi
 stages are told and not counted.
 
 Before each round the system is left alone, so that both devices register the host pool's memory
-(``--rest-s``).
+(``--rest-s``). With ``--materialized`` the model's artifact is built before the first round, with
+graphs of the whole model and of the ranges that groups are cut into; ``graphs_restored`` counts the
+sets of graphs that engines then had from it.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from typing import Any
 
 import served_gpu_load as load
 from cache_gpu import Served, has_text, say, size_of, system
+from materialize_system import materialize
 from served_gpu import commit, machine
 from served_gpu_models import Prompts, prepare
 from served_gpu_servers import COLD_PROMPT, SHARED_MEMORY, SHARED_SHARE, await_free_device
@@ -59,6 +62,7 @@ SAMPLED = (
     "first_to_one_worker_s",
     "by_device_bytes",
     "by_pool_bytes",
+    "graphs_restored",
 )
 FLOOR_TTFT, FLOOR_PAUSE_MS = 0.70, 50.0
 
@@ -150,7 +154,9 @@ class Watch:
 
 
 class Parts:
-    """What the logs of engines say of the way that parameters came to stages that grew."""
+    """What the logs of engines say of the way that parameters came to stages that grew, and of
+    graphs from an artifact.
+    """
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -160,6 +166,7 @@ class Parts:
     def news(self) -> dict[str, Any]:
         """Since the last call."""
         told: dict[str, Any] = {"by_device_bytes": 0, "by_pool_bytes": 0, "not_lent": []}
+        told |= {"graphs_restored": 0, "graphs_refused": []}
         for log in sorted(self._home.glob("**/engine-*.log")):
             lines = log.read_text(errors="replace").splitlines()
             for line in lines[self._read.get(log, 0) :]:
@@ -169,6 +176,10 @@ class Parts:
                     told["by_pool_bytes"] += came["pool_bytes"]
                 elif '"part_not_lent"' in line:
                     told["not_lent"].append(json.loads(line)["why"])
+                elif '"graphs_restored"' in line:
+                    told["graphs_restored"] += 1
+                elif '"graphs_refused"' in line:
+                    told["graphs_refused"].append(json.loads(line)["why"])
             self._read[log] = len(lines)
         return told
 
@@ -221,6 +232,8 @@ def rounds_of(asked: argparse.Namespace, size: int, work: Path) -> list[dict[str
         "PILOTLIGHT_MAX_STAGES": str(size),
         "PILOTLIGHT_POOL_BYTES": str(min(shared, int(size_of(folder) * POOL_SHARE) + POOL_BYTES)),
     } | ({"PILOTLIGHT_DEVICE_BYTES": str(asked.device_bytes)} if asked.device_bytes else {})
+    if asked.materialized:
+        variables |= {"PILOTLIGHT_ARTIFACT_GRAPHS": "true", "PILOTLIGHT_BUILD_IDLE_S": "0.5"}
     told: list[dict[str, Any]] = []
     prompts = Prompts.of(folder).draw(SEED, [COLD_PROMPT] * 2)
     with system(work, variables, asked.kind, ("--nodes", str(asked.nodes))) as served:
@@ -251,6 +264,8 @@ def rounds_of(asked: argparse.Namespace, size: int, work: Path) -> list[dict[str
             served.evict(MODEL)
             if len(told) == asked.rounds:
                 return told
+            if asked.materialized and number == 1:
+                say(f"s = {size}: materialized: {materialize(served, MODEL)}")
             time.sleep(asked.rest_s)
     raise SystemExit(f"of {number + 1} starts {len(told)} had {size} stages")
 
@@ -263,7 +278,8 @@ def document(asked: argparse.Namespace, found: dict[int, list[dict[str, Any]]]) 
         samples = {name: [one[name] for one in rounds] for name in SAMPLED}
         rows.append(
             {
-                "what": f"{asked.shape} from the host pool, s = {size}, {asked.tokens} tokens",
+                "what": f"{asked.shape} from the host pool, s = {size}, {asked.tokens} tokens"
+                + (", materialized" if asked.materialized else ""),
                 "command": "make bench-groups-gpu",
                 "machine": machine(),
                 "commit": commit_named,
@@ -274,6 +290,7 @@ def document(asked: argparse.Namespace, found: dict[int, list[dict[str, Any]]]) 
                 "samples": samples,
                 "medians": {name: statistics.median(of) for name, of in samples.items()},
                 "not_lent": sorted({why for one in rounds for why in one["not_lent"]}),
+                "graphs_refused": sorted({why for one in rounds for why in one["graphs_refused"]}),
                 "phases_of_the_last": rounds[-1]["phases"],
             }
         )
@@ -309,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", type=Path, help="folder in which weights stay for later")
     parser.add_argument("--kind", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--nodes", type=int, default=1, help="with CPU workers: one for each stage")
+    parser.add_argument("--materialized", action="store_true", help="from an artifact with graphs")
     parser.add_argument("--device-bytes", type=int, help="memory for models on each device")
     asked = parser.parse_args(arguments)
     # Told to end, it ends its servers and takes the weights away.

@@ -26,6 +26,9 @@ imported and its context made before the clock starts:
 * ``up``, where it is asked for: the first token, and the gaps behind it, of a start in a worker
   that is up, through the whole system (``materialize_up.py``).
 
+Whole systems have the settings of this process's environment, and rows tell them: so ways of
+workers are compared, as ``PILOTLIGHT_GRAPH_KERNELS=symbol`` or ``PILOTLIGHT_LAUNCH_LISTS=true``.
+
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
 the first graph's kernels (``read``, ``open``, ``load``, before the stage has its memory or while it
 gets it), then since it has it, until ``reserved``, ``begun``, ``first`` and ``all``; and what
@@ -87,6 +90,8 @@ WHOLE = {
 }
 """Of a whole system, with jobs of their own, and what these are told."""
 TINY = "tiny"
+OURS = "PILOTLIGHT_"
+"""What the names of settings begin with."""
 SECONDS, JOB_S, PROCESS_S, LEAST_S = 190.0, 120.0, 540.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
 WHOLE_MS = {
@@ -189,6 +194,12 @@ def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
     return {"benchmark": "materialize", "measurements": measurements}
 
 
+def settings() -> dict[str, str]:
+    """What is said of the settings that whole systems have from here; nothing without any."""
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(OURS)]
+    return {"settings": " ".join(told)} if told else {}
+
+
 def _medians(run: Run, way: str, shape: str) -> dict[str, float] | None:
     rows = run.rows.get((way, shape))
     names = ("first_ms", "all_ms")
@@ -245,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "commit": changed,
         "commit_date": changed_date,
         "date": datetime.now(UTC).date().isoformat(),
+        **settings(),
     }
     with tempfile.TemporaryDirectory(prefix="pilotlight-materialize-") as folder:
         run = Run(asked.recorded or Path(folder), asked.seconds, asked.kind)

@@ -152,16 +152,16 @@ def record_of(served: Served, trace_id: str) -> Row:
     return {}
 
 
-def materialize(served: Served) -> Row:
-    """Has the model's artifact built; what there is then.
+def materialize(served: Served, model: str = MODEL) -> Row:
+    """Has a model's artifact built; what there is then.
 
     Raises:
         SystemExit: it was not built.
     """
-    served.admin("POST", f"/models/{MODEL}/materialize")
+    served.admin("POST", f"/models/{model}/materialize")
     end_s = time.monotonic() + BUILT_S
     while time.monotonic() < end_s:
-        found = served.admin("GET", f"/models/{MODEL}/materials")
+        found = served.admin("GET", f"/models/{model}/materials")
         if found.get("artifacts"):
             return dict(found)
         failed = [one for one in found.get("builds", ()) if one["state"] == "failed"]
