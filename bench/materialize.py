@@ -196,7 +196,9 @@ def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
 
 def settings() -> dict[str, str]:
     """What is said of the settings that whole systems have from here; nothing without any."""
-    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(OURS)]
+    told = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(OURS)
+    ]
     return {"settings": " ".join(told)} if told else {}
 
 
