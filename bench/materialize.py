@@ -26,7 +26,7 @@ imported and its context made before the clock starts:
 * ``up``, where it is asked for: the first token, and the gaps behind it, of a start in a worker
   that is up, through the whole system (``materialize_up.py``).
 
-Whole systems have the settings of this process's environment, and rows tell them: so ways of
+Whole systems have the settings of this process's environment, and rows tell those by which ways of
 workers are compared, as ``PILOTLIGHT_GRAPH_KERNELS=symbol`` or ``PILOTLIGHT_LAUNCH_LISTS=true``.
 
 What of the first graph takes how long is in ``took_``: reading and opening the archive and loading
@@ -90,8 +90,10 @@ WHOLE = {
 }
 """Of a whole system, with jobs of their own, and what these are told."""
 TINY = "tiny"
-OURS = "PILOTLIGHT_"
-"""What the names of settings begin with."""
+COMPARED = tuple(
+    f"PILOTLIGHT_{name}" for name in ("GRAPH_KERNELS", "GRAPH_POINTERS", "LAUNCH_LISTS")
+)
+"""Settings that rows tell; others may be paths or secrets."""
 SECONDS, JOB_S, PROCESS_S, LEAST_S = 190.0, 120.0, 540.0, 5.0
 FIRST_MS, ALL_MS, BESIDE_TIMES = 40.0, 300.0, 1.3
 WHOLE_MS = {
@@ -195,10 +197,8 @@ def document(run: Run, about: dict[str, str]) -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """What is said of the settings that whole systems have from here; nothing without any."""
-    told = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(OURS)
-    ]
+    """What is said of the compared settings that whole systems have from here; nothing without."""
+    told = [f"{name}={os.environ[name]}" for name in COMPARED if name in os.environ]
     return {"settings": " ".join(told)} if told else {}
 
 
