@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from pilotlight.common.clock import ManualClock, wall_offset_s
+from pilotlight.common.db.events import Event
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.policy.cluster import DeviceKind, LinkSpeed, OriginKind
 from pilotlight.policy.control.books import Record
@@ -21,7 +22,6 @@ from pilotlight.scheduler.cold_starts import ColdStarts
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart
 from pilotlight.scheduler.repository import SchedulerRepository
-from pilotlight.scheduler.rows import Event
 
 pytestmark = pytest.mark.anyio
 SOURCE = "file://"

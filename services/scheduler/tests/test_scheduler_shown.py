@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pilotlight.common.clock import ManualClock, wall_offset_s
+from pilotlight.common.db.events import Event
 from pilotlight.common.messages.phases import FirstToken, PhaseReport
 from pilotlight.policy.cluster import DeviceKind, HeldStage, HeldState, WorkerFacts
 from pilotlight.policy.coldstart.timings import SEED_STARTS, step_bytes
@@ -24,7 +25,6 @@ from pilotlight.scheduler.explained import actual_of
 from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, sample_of, stage_sample_of
 from pilotlight.scheduler.repository import SchedulerRepository
-from pilotlight.scheduler.rows import Event
 from pilotlight.scheduler.shown import WRITE_EVERY_S, Shown
 
 pytestmark = pytest.mark.anyio

@@ -1,17 +1,18 @@
 """What is written at the same time is one transaction; what cannot be written is alone in that."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import Executable, Row, delete, select
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
-from pilotlight.common.db.session import Database, UnitOfWork
+from pilotlight.common.db.events import Event
+from pilotlight.common.db.session import Database
 from pilotlight.common.errors import Conflict, NotLeader
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.policy.ids import Epoch
@@ -29,12 +30,12 @@ class Counted(Fence):
 
     count = 0
 
-    @asynccontextmanager
-    async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:
+    async def write_at_once(
+        self, statement: Executable, parameters: Mapping[str, Any], events: Sequence[Event] = ()
+    ) -> Sequence[Row[Any]]:
         """One more."""
         self.count += 1
-        async with super().unit_of_work() as work:
-            yield work
+        return await super().write_at_once(statement, parameters, events)
 
 
 @pytest.fixture

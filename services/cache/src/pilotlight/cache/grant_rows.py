@@ -1,6 +1,6 @@
 """Rows of grants, those of one moment in one transaction.
 
-A transaction costs five round trips and some milliseconds of the cache's processor whatever it
+A transaction costs a round trip and a millisecond of the cache's processor whatever it
 writes, and hundreds of starts a second each make a grant and give one back. So what comes while
 one is under way is committed together, and in a rush what comes a moment later, too.
 """

@@ -6,14 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Column, Double, delete, func, select, text, update
+from sqlalchemy import (
+    CTE,
+    Column,
+    Double,
+    Select,
+    bindparam,
+    delete,
+    exists,
+    func,
+    select,
+    text,
+    true,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.cache.grants import Grant
 from pilotlight.cache.settings import CacheSettings
-from pilotlight.cache.sole import check_sole, wait_for_grants
+from pilotlight.cache.sole import SOLE, NotSole, wait_for_grants
 from pilotlight.common.db import tables
-from pilotlight.common.db.documents import Row, columns, document, given
+from pilotlight.common.db.documents import Row, columns, document, given, inserted
+from pilotlight.common.db.events import Event, event, events_inserted
 from pilotlight.common.db.mapping import from_row_json
 from pilotlight.common.db.model_rows import ModelRows
 from pilotlight.common.db.retention import Keep, keep_outbox
@@ -54,17 +68,43 @@ _GRANT = (
     "host_bytes",
     "generation",
 )
-_given = given(*columns(tables.grants, *_GRANT), Column("lease_s", Double))
+_given = given(*columns(tables.grants, *_GRANT), Column("lease_s", Double), document="new_grants")
 _expires_at = func.now() + _given.c.lease_s * text("interval '1 second'")
 _COLUMNS = (*_GRANT, "expires_at", "created_at")
 _granted = insert(tables.grants).from_select(
     _COLUMNS,
-    select(*(_given.c[name] for name in _GRANT), _expires_at, func.now()).select_from(_given),
+    select(*(_given.c[name] for name in _GRANT), _expires_at, func.now()).select_from(
+        _given.join(SOLE, true())
+    ),
 )
-_NEW = _granted.on_conflict_do_update(
+_new_grants = _granted.on_conflict_do_update(
     index_elements=["instance_id", "worker_id"],
     set_={name: _granted.excluded[name] for name in _COLUMNS},
+).cte("new_grants")
+_EVICTION = ("kind", "subject", "node_id", "reason", "inputs")
+_new_evictions = inserted(
+    tables.evictions, _EVICTION, "new_evictions", where=SOLE, at=func.now()
+).cte("new_evictions")
+_changed_grant = (
+    update(tables.grants)
+    .where(tables.grants.c.grant_id == bindparam("changed"), exists(select(SOLE)))
+    .values(device_bytes=bindparam("new_bytes"), generation=bindparam("new_generation"))
+    .cte("changed_grant")
 )
+
+
+def _if_sole(*parts: CTE) -> Select[bool]:
+    """All of them in one statement, which says whether they were carried out: another cache may
+    answer by now. None sees what another writes.
+    """
+    return select(exists(select(SOLE)).label("is_sole")).add_cte(*parts)
+
+
+_GRANTING = _if_sole(_new_grants)
+_EVICTING = _if_sole(
+    _new_grants, _new_evictions, events_inserted("cache", where=SOLE).cte("new_events")
+)
+_CHANGING = _if_sole(_changed_grant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,41 +224,35 @@ class CacheRepository:
             )
 
     async def write_grants(self, added: Sequence[Added], ended: Sequence[GrantId]) -> None:
-        """Store grants together with the evictions that made room for them, and forget others;
-        ones that are not known any more are no error.
+        """Forget some grants, then store others together with the evictions that made room for
+        them; ones that are not known any more are no error.
 
         Each takes the place of an earlier one of its stage. No two are of one stage.
 
         Raises:
             NotSole: another cache answers by now, and something is to be stored.
         """
-        async with self._database.unit_of_work() as work:
-            if added:
-                await check_sole(work.connection, self.holder_pid)
-            if ended:
-                gone = tables.grants.c.grant_id.in_(ended)
-                await work.connection.execute(delete(tables.grants).where(gone))
-            if not added:
-                return
-            rows = document([_row_of(one) for one in added])
-            await work.connection.execute(_NEW, rows)
-            for one in added:
-                for kind, victim in one.evicted:
-                    await work.connection.execute(
-                        insert(tables.evictions).values(
-                            at=func.now(),
-                            kind=kind,
-                            subject=victim.subject,
-                            node_id=one.grant.node_id,
-                            reason=victim.reason,
-                            inputs=_inputs_of(one, victim),
-                        )
-                    )
-                    work.emit(
-                        f"{kind}_evicted",
-                        victim.subject,
-                        {"node_id": one.grant.node_id, "for_model": one.model},
-                    )
+        if ended:
+            gone = tables.grants.c.grant_id.in_(ended)
+            await self._database.write_at_once(delete(tables.grants).where(gone))
+        if not added:
+            return
+        documents = document([_row_of(one) for one in added], "new_grants")
+        evicted = [_eviction_of(one, *victim) for one in added for victim in one.evicted]
+        if evicted:
+            told = [_evicted(one, *victim) for one in added for victim in one.evicted]
+            documents |= document(evicted, "new_evictions")
+            await self._write_if_sole(_EVICTING, documents, told)
+        else:
+            await self._write_if_sole(_GRANTING, documents)
+
+    async def _write_if_sole(
+        self, statement: Select[bool], parameters: Mapping[str, Any], told: Sequence[Event] = ()
+    ) -> None:
+        held = {"holder_pid": self.holder_pid}
+        (found,) = await self._database.write_at_once(statement, {**parameters, **held}, told)
+        if not found.is_sole:
+            raise NotSole
 
     async def orphans(self) -> Orphans:
         """Which grants may be of no use any more."""
@@ -255,18 +289,32 @@ class CacheRepository:
         Raises:
             NotSole: another cache answers by now.
         """
-        async with self._database.unit_of_work() as work:
-            await check_sole(work.connection, self.holder_pid)
-            await work.connection.execute(
-                update(tables.grants)
-                .where(tables.grants.c.grant_id == grant.grant_id)
-                .values(device_bytes=grant.device_bytes, generation=grant.generation)
-            )
+        changes = {
+            "changed": grant.grant_id,
+            "new_bytes": grant.device_bytes,
+            "new_generation": grant.generation,
+        }
+        await self._write_if_sole(_CHANGING, changes)
 
 
 def _row_of(added: Added) -> Row:
     grant = added.grant
     return {name: getattr(grant, name) for name in _GRANT} | {"lease_s": added.lease_s}
+
+
+def _eviction_of(added: Added, kind: str, victim: Victim) -> Row:
+    return {
+        "kind": kind,
+        "subject": victim.subject,
+        "node_id": added.grant.node_id,
+        "reason": victim.reason,
+        "inputs": _inputs_of(added, victim),
+    }
+
+
+def _evicted(added: Added, kind: str, victim: Victim) -> Event:
+    data = {"node_id": added.grant.node_id, "for_model": added.model}
+    return event(f"{kind}_evicted", victim.subject, data)
 
 
 def _inputs_of(added: Added, victim: Victim) -> dict[str, Any]:

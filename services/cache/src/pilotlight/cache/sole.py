@@ -1,9 +1,9 @@
 """Exactly one cache answers at a time: two that count the same free bytes would grant them twice.
 
 The right to answer is a session advisory lock in PostgreSQL: it ends with its connection, whatever
-happens to the process. A cache that has lost it without knowing could still grant; so every grant
-checks the lock within its own transaction, and a successor reads the open grants only when no such
-transaction is under way.
+happens to the process. A cache that has lost it without knowing could still grant; so the statement
+that writes a grant checks the lock, and a successor reads the open grants only when no such
+statement is under way.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import psycopg
 import structlog
 from psycopg.conninfo import make_conninfo
-from sqlalchemy import text
+from sqlalchemy import column, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pilotlight.common.db.session import service_url
@@ -28,13 +28,21 @@ LOCK = 7_016_150_014
 """Key of the advisory lock that the answering cache holds."""
 GRANTING = 7_016_150_015
 """Key of the lock that a grant shares, and a successor takes alone."""
-_SHARED_THEN_HELD = text(
-    "SELECT (SELECT count(*) FROM pg_locks WHERE granting.taken IS NOT NULL "
-    "AND locktype = 'advisory' AND granted AND pid = :pid "
-    "AND ((classid::bigint << 32) | objid::bigint) = :key) "
-    "FROM (SELECT pg_advisory_xact_lock_shared(:granting)::text AS taken OFFSET 0) AS granting"
+SOLE = (
+    text(
+        "SELECT pid FROM (SELECT (SELECT pid FROM pg_locks WHERE granting.taken IS NOT NULL "
+        "AND locktype = 'advisory' AND granted AND pid = :holder_pid "
+        "AND ((classid::bigint << 32) | objid::bigint) = :lock) AS pid FROM "
+        "(SELECT pg_advisory_xact_lock_shared(:granting)::text AS taken OFFSET 0) AS granting "
+        "OFFSET 0) AS holder WHERE pid IS NOT NULL"
+    )
+    .bindparams(lock=LOCK, granting=GRANTING)
+    .columns(column("pid"))
+    .cte("sole")
 )
-"""Looks for the lock when it has the other one: the inner query needs what taking that gave."""
+"""The backend that holds the lock if it is ``:holder_pid``, in a statement that writes what only
+the sole cache may, if this has its row. It looks for the lock when it has the other one: the inner
+query needs what taking that gave."""
 CHECK_INTERVAL_S = 1.0
 DEADLINE_S = 5.0
 
@@ -111,23 +119,9 @@ class SoleHolder:
 
 
 class NotSole(TransientError):
-    """Another cache answers by now."""
+    """Another cache answers by now; nothing was written."""
 
     code = "not_sole"
-
-
-async def check_sole(connection: AsyncConnection, holder_pid: int) -> None:
-    """Within a grant's transaction: the lock is still held by our other connection, and stays so
-    for all that read grants.
-
-    Raises:
-        NotSole: it is not.
-    """
-    held = await connection.execute(
-        _SHARED_THEN_HELD, {"granting": GRANTING, "pid": holder_pid, "key": LOCK}
-    )
-    if held.scalar_one() == 0:
-        raise NotSole
 
 
 async def wait_for_grants(connection: AsyncConnection) -> None:

@@ -1,6 +1,4 @@
-"""Keeps the record of each cold start: merges what the processes report, closes it at its first
-token, learns from it.
-"""
+"""Keeps the record of each cold start: merges reports, closes it at its first token, learns."""
 
 import asyncio
 from collections import defaultdict
@@ -12,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from pilotlight.common.clock import Clock, wall_offset_s
+from pilotlight.common.db.events import Event
 from pilotlight.common.messages.phases import PhaseReport, PhasesKept
 from pilotlight.common.phases import PhaseRecorder
 from pilotlight.policy.cluster import DeviceKind, NodeFacts
@@ -43,7 +42,7 @@ from pilotlight.scheduler.records import (
 )
 from pilotlight.scheduler.registered import StoredProfile
 from pilotlight.scheduler.repository import SchedulerRepository
-from pilotlight.scheduler.rows import Event, slow
+from pilotlight.scheduler.rows import slow
 from pilotlight.scheduler.shown import WRITE_EVERY_S, Shown
 from pilotlight.scheduler.timing_rows import changed_rows
 

@@ -4,19 +4,22 @@ A leader's every write happens in a transaction that first locks the lease row f
 in it the leader's own epoch, not expired. A new leader updates that row, so it waits until such a
 transaction has ended: what an old leader could still write is written before the new one reads, and
 nothing is written after. A process that is stopped in the middle of such a transaction loses it
-before its lease expires: it would keep the row from the next leader.
+before its lease expires: it would keep the row from the next leader. Where the whole transaction is
+one statement there is no such middle.
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import func, literal, select, update
+from sqlalchemy import Executable, Row, bindparam, func, literal, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock, SystemClock
 from pilotlight.common.db import tables
+from pilotlight.common.db.events import Event
 from pilotlight.common.db.session import Database, UnitOfWork
 from pilotlight.common.errors import NotLeader
 from pilotlight.common.waiting import within
@@ -35,6 +38,16 @@ DEADLINE_S = 1.0
 _lease = tables.lease
 _now = func.clock_timestamp()
 _term = literal(timedelta(seconds=LEASE_S))
+TERM = (
+    select(_lease.c.epoch)
+    .where(_lease.c.holder == bindparam("term_holder"))
+    .where(_lease.c.epoch == bindparam("term_epoch"))
+    .where(_lease.c.expires_at > _now)
+    .with_for_update(read=True)
+    .cte("term")
+)
+"""The lease's row, locked for sharing, in a statement of ``Fence.write_at_once``; none when the
+term is over. What is written in that statement needs it to be there."""
 
 
 class Lease:
@@ -151,6 +164,18 @@ class Fence:
         self._database = database
         self._holder = holder
         self.epoch = epoch
+
+    async def write_at_once(
+        self, statement: Executable, parameters: Mapping[str, Any], events: Sequence[Event] = ()
+    ) -> Sequence[Row[Any]]:
+        """Execute a statement over ``TERM``, which is a transaction of its own, in one round trip;
+        its rows.
+
+        Raises:
+            DatabaseUnavailable: the database cannot be reached.
+        """
+        ours = {"term_holder": self._holder, "term_epoch": self.epoch}
+        return await self._database.write_at_once(statement, {**parameters, **ours}, events)
 
     @asynccontextmanager
     async def unit_of_work(self) -> AsyncGenerator[UnitOfWork]:

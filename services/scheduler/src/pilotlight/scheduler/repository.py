@@ -12,6 +12,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
+from pilotlight.common.db.events import Event
 from pilotlight.common.db.mapping import from_row_json, to_row_json
 from pilotlight.common.db.retention import Keep, keep_outbox
 from pilotlight.common.db.session import Database
@@ -26,7 +27,6 @@ from pilotlight.scheduler.lease import Fence
 from pilotlight.scheduler.records import LATE_PHASES_S, ColdStart, Decision
 from pilotlight.scheduler.rows import (
     NOW,
-    Event,
     Move,
     Rows,
     cold_start_row,

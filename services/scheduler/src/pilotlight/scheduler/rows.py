@@ -1,24 +1,43 @@
 """Rows of the scheduler's schema that are written together: one statement
-(``common.db.documents``), however many rows of however many tables there are.
+(``common.db.documents``), however many rows of however many tables there are. It is a transaction
+of its own, and writes nothing when the term is over, or when an instance is not what its change was
+made from.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import CTE, Boolean, Column, Select, case, func, literal, select, text, update
+from sqlalchemy import (
+    CTE,
+    Boolean,
+    Column,
+    Insert,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    case,
+    exists,
+    func,
+    literal,
+    select,
+    text,
+    true,
+    update,
+)
 
 from pilotlight.common.db import tables
 from pilotlight.common.db.documents import Row, columns, document, given, inserted
-from pilotlight.common.db.session import UnitOfWork
-from pilotlight.common.errors import Conflict
+from pilotlight.common.db.events import Event, event, events_inserted
+from pilotlight.common.errors import Conflict, NotLeader
 from pilotlight.common.policy_version import policy_version
-from pilotlight.common.telemetry import current_traceparent
 from pilotlight.policy.ids import InstanceId, NodeId
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.scheduler.explained import actual_of
+from pilotlight.scheduler.lease import TERM, Fence
 from pilotlight.scheduler.records import ColdStart, Decision
 
 NOW = text("clock_timestamp()")
@@ -37,16 +56,6 @@ class Move:
 
     before: Instance
     after: Instance
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What is told when the rows are there."""
-
-    kind: str
-    entity: str
-    data: dict[str, Any]
-    trace_parent: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +90,6 @@ def together(several: Sequence[Rows]) -> Rows:
             for one in fields(Rows)
         }
     )
-
-
-def event(kind: str, entity: str, data: dict[str, Any]) -> Event:
-    """One of the trace that is under way."""
-    return Event(kind, entity, data, current_traceparent())
 
 
 def planned(instance: Instance) -> Event:
@@ -170,36 +174,41 @@ def cold_start_row(record: ColdStart, *, finished: bool = False) -> Row:
     }
 
 
-async def write(work: UnitOfWork, rows: Rows) -> None:
+async def write(fence: Fence, rows: Rows) -> None:
     """Write all of them.
 
     Raises:
-        Conflict: an instance is not what its change was made from.
+        Conflict: an instance is not what its change was made from; nothing was written.
+        NotLeader: the term is over; nothing was written.
+        DatabaseUnavailable: the database cannot be reached.
     """
     parts: dict[str, Sequence[Row]] = {
         "new_instances": [_instance_row(one) for one in rows.instances],
-        "moved_instances": [_move_row(one) for one in rows.moves],
+        MOVED: [_move_row(one) for one in rows.moves],
         "new_decisions": rows.decisions,
         "new_cold_starts": rows.opened,
         "changed_cold_starts": rows.cold_starts,
         "what_came_of_it": [one for one in rows.cold_starts if one["actual"] is not None],
     }
-    documents: dict[str, str] = {}
+    documents: dict[str, Any] = {}
     for name, part in parts.items():
         if part:
             documents |= document(part, name)
-    if documents:
-        statement = _all_of(frozenset(documents))
-        changed = (await work.connection.execute(statement, documents)).scalar_one()
-        if changed != len(rows.moves):
-            raise Conflict(_conflict(rows.moves, changed))
-    for one in rows.events:
-        work.emit(one.kind, one.entity, one.data, one.trace_parent)
+    if not documents:
+        return
+    statement = _all_of(frozenset(documents), tells=bool(rows.events))
+    if rows.moves:
+        documents["moves"] = len(rows.moves)
+    (found,) = await fence.write_at_once(statement, documents, rows.events)
+    if not found.is_term:
+        raise NotLeader(f"epoch {fence.epoch} is over")
+    if found.unchanged != len(rows.moves):
+        raise Conflict(_conflict(rows.moves, found.unchanged))
 
 
-def _conflict(moves: Sequence[Move], changed: int) -> str:
+def _conflict(moves: Sequence[Move], unchanged: int) -> str:
     if len(moves) > 1:
-        return f"of {len(moves)} instances {len(moves) - changed} are not what they were any more"
+        return f"of {len(moves)} instances {len(moves) - unchanged} are not what they were any more"
     before = moves[0].before
     return (
         f"{before.instance_id} is not {before.state.value} at epoch {before.epoch},"
@@ -260,60 +269,82 @@ _DECISION = (
     "reasons",
     "policy_version",
 )
+MOVED = "moved_instances"
 _was = {"was_state": "state", "was_epoch": "epoch", "was_generation": "generation"}
 _moves = given(
     *columns(tables.instances, *_INSTANCE),
     *(Column(name, tables.instances.c[of].type) for name, of in _was.items()),
-    document="moved_instances",
+    document=MOVED,
 )
-_moved = (
-    update(tables.instances)
-    .where(tables.instances.c.instance_id == _moves.c.instance_id)
-    .where(*(tables.instances.c[of] == _moves.c[name] for name, of in _was.items()))
-    .values({**{name: _moves.c[name] for name in _INSTANCE[1:]}, "updated_at": NOW})
-    .returning(tables.instances.c.instance_id)
+_is_as_it_was = (tables.instances.c.instance_id == _moves.c.instance_id) & and_(
+    *(tables.instances.c[of] == _moves.c[name] for name, of in _was.items())
+)
+_unchanged = (
+    select(tables.instances.c.instance_id)
+    .select_from(tables.instances.join(_moves, _is_as_it_was).join(TERM, true()))
+    .with_for_update(of=tables.instances)
+    .cte("unchanged")
 )
 _saved = given(
     *columns(tables.cold_starts, *_COLD_START),
     Column("finished", Boolean),
     document="changed_cold_starts",
 )
-_changed = (
-    update(tables.cold_starts)
-    .where(tables.cold_starts.c.instance_id == _saved.c.instance_id)
-    .values(
-        {
-            **{name: _saved.c[name] for name in _COLD_START[1:]},
-            "finished_at": case((_saved.c.finished, NOW), else_=tables.cold_starts.c.finished_at),
-        }
-    )
-)
 _ended = given(*columns(tables.decisions, "decision_id", "actual"), document="what_came_of_it")
-_came_of_it = (
-    update(tables.decisions)
-    .where(tables.decisions.c.decision_id == _ended.c.decision_id)
-    .values(actual=_ended.c.actual)
-)
-_PARTS: Mapping[str, CTE] = {
-    "new_instances": inserted(
-        tables.instances, _INSTANCE, "new_instances", created_at=NOW, updated_at=NOW
-    ).cte("new_instances"),
-    "moved_instances": _moved.cte("moved_instances"),
-    "new_decisions": inserted(tables.decisions, _DECISION, "new_decisions").cte("new_decisions"),
-    "new_cold_starts": inserted(
-        tables.cold_starts, _COLD_START, "new_cold_starts", created_at=NOW
-    ).cte("new_cold_starts"),
-    "changed_cold_starts": _changed.cte("changed_cold_starts"),
-    "what_came_of_it": _came_of_it.cte("what_came_of_it"),
-}
+
+
+def _parts(where: CTE) -> dict[str, Insert | Update]:
+    """What writes each document, if ``where`` has its row."""
+    instances, decisions, starts = tables.instances, tables.decisions, tables.cold_starts
+    there = exists(select(where))
+    moved = (
+        update(instances)
+        .where(_is_as_it_was, there)
+        .values({**{name: _moves.c[name] for name in _INSTANCE[1:]}, "updated_at": NOW})
+    )
+    changed = (
+        update(starts)
+        .where(starts.c.instance_id == _saved.c.instance_id, there)
+        .values(
+            {
+                **{name: _saved.c[name] for name in _COLD_START[1:]},
+                "finished_at": case((_saved.c.finished, NOW), else_=starts.c.finished_at),
+            }
+        )
+    )
+    came_of_it = (
+        update(decisions)
+        .where(decisions.c.decision_id == _ended.c.decision_id, there)
+        .values(actual=_ended.c.actual)
+    )
+    return {
+        "new_instances": inserted(
+            instances, _INSTANCE, "new_instances", where=where, created_at=NOW, updated_at=NOW
+        ),
+        MOVED: moved,
+        "new_decisions": inserted(decisions, _DECISION, "new_decisions", where=where),
+        "new_cold_starts": inserted(
+            starts, _COLD_START, "new_cold_starts", where=where, created_at=NOW
+        ),
+        "changed_cold_starts": changed,
+        "what_came_of_it": came_of_it,
+    }
 
 
 @cache
-def _all_of(names: frozenset[str]) -> Select[int]:
-    """Some of these in one statement, which is one round trip; says how many instances moved. None
-    sees what another writes: no two are about the same row.
+def _all_of(names: frozenset[str], *, tells: bool) -> Select[bool, int]:
+    """Some of these in one statement, with their events if it ``tells``: says whether the term goes
+    on, and how many instances are what their changes were made from. None sees what another writes:
+    no two are about the same row.
     """
-    parts = [part for name, part in _PARTS.items() if name in names]
-    moved = select(func.count()).select_from(_PARTS["moved_instances"]).scalar_subquery()
-    count = moved if "moved_instances" in names else literal(0)
-    return select(count).add_cte(*parts)
+    is_term = exists(select(TERM)).label("is_term")
+    unchanged = literal(0)
+    may = select(TERM)
+    if MOVED in names:
+        unchanged = select(func.count()).select_from(_unchanged).scalar_subquery()
+        may = may.where(unchanged == bindparam("moves"))
+    where = may.cte("may_write")
+    parts = [part.cte(name) for name, part in _parts(where).items() if name in names]
+    if tells:
+        parts.append(events_inserted("scheduler", where).cte("new_events"))
+    return select(is_term, unchanged.label("unchanged")).add_cte(*parts)

@@ -1,9 +1,9 @@
 """One transaction for what is asked to be written at the same time.
 
-A transaction costs six round trips and two milliseconds of the leader's processor whatever it
-writes, and hundreds of starts a second have several writes each. So writes that come while another
-is under way are committed together, by the one of them whose turn it is; in a rush, also those that
-come a moment later.
+A transaction costs a round trip and a millisecond of the leader's processor whatever it writes, and
+hundreds of starts a second have several writes each. So writes that come while another is under way
+are committed together, by the one of them whose turn it is; in a rush, also those that come a
+moment later.
 """
 
 import asyncio
@@ -103,8 +103,7 @@ class Writer:
         """
         error: Exception | None = DatabaseUnavailable("the writing was given up")
         try:
-            async with self.fence.unit_of_work() as work:
-                await write(work, together([one.rows for one in batch]))
+            await write(self.fence, together([one.rows for one in batch]))
             error = None
         except (NotLeader, DatabaseUnavailable) as met:
             error = met

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Column, Insert, Table, Text, bindparam, cast, func, select
+from sqlalchemy import CTE, Column, Insert, Table, Text, bindparam, cast, func, select, true
 from sqlalchemy import insert as insert_into
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql.selectable import TableValuedAlias
@@ -31,8 +31,25 @@ def given(*named: Column[Any], document: str = "rows") -> TableValuedAlias:
     return valued.render_derived(name="given", with_types=True)
 
 
-def inserted(table: Table, names: Sequence[str], document: str = "rows", **values: Any) -> Insert:
-    """Insert the document's rows, and the same values for each of them."""
+def inserted(
+    table: Table,
+    names: Sequence[str],
+    document: str = "rows",
+    *,
+    where: CTE | None = None,
+    **values: Any,
+) -> Insert:
+    """Insert the document's rows.
+
+    Args:
+        table: Into which.
+        names: Columns that rows give.
+        document: Its name where there are several.
+        where: Of one row or none; where it has none, nothing is inserted, and nothing is before it
+            is known.
+        values: The same for each row.
+    """
     rows = given(*columns(table, *names), document=document)
-    selected = (*(rows.c[name] for name in names), *values.values())
-    return insert_into(table).from_select([*names, *values], select(*selected).select_from(rows))
+    selected = select(*(rows.c[name] for name in names), *values.values())
+    source = rows if where is None else rows.join(where, true())
+    return insert_into(table).from_select([*names, *values], selected.select_from(source))

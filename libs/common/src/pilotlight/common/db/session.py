@@ -2,12 +2,17 @@
 
 A unit of work is one transaction: everything that it wrote is there, with the events that say so,
 or nothing is. What must follow a commit (a command, a bucket's new value) is done when the unit of
-work has ended.
+work has ended. What fits in one statement needs no more than that: it is a transaction of its own,
+and one round trip.
+
+A connection is not asked before each use whether it lives, which would be another round trip: one
+that the server has ended has something to read.
 """
 
 import asyncio
+import select
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Any
@@ -15,19 +20,24 @@ from typing import Any
 import msgspec
 import psycopg
 import structlog
-from sqlalchemy import text
+from sqlalchemy import Executable, Row, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    InterfaceError,
+    InvalidatePoolError,
+    OperationalError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pilotlight.common.clock import Clock
-from pilotlight.common.db import tables
-from pilotlight.common.db.documents import document, inserted
+from pilotlight.common.db.documents import document
+from pilotlight.common.db.events import EVENTS, Event, event_rows, events_inserted
 from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
 from pilotlight.common.errors import BadRequest, DatabaseUnavailable
-from pilotlight.common.ids import new_event_id
 from pilotlight.common.secret_files import read_secret
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.telemetry import current_traceparent
@@ -36,7 +46,6 @@ log = structlog.get_logger()
 
 _NULS = ("NUL (0x00)", "\\u0000")
 """How psycopg, and PostgreSQL in JSON, name what PostgreSQL's texts cannot hold."""
-_EVENT = ("event_id", "kind", "entity", "at", "data", "trace_parent")
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_S = 10
 UNIT_DEADLINE_S = 15.0
@@ -62,7 +71,7 @@ class UnitOfWork:
 
     def __init__(self, connection: AsyncConnection) -> None:
         self.connection = connection
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
 
     def emit(
         self,
@@ -80,15 +89,7 @@ class UnitOfWork:
             trace_parent: Of what brought it about; None: of the work that is under way.
         """
         parent = current_traceparent() if trace_parent is None else trace_parent
-        self.events.append(
-            {
-                "event_id": new_event_id(),
-                "kind": kind,
-                "entity": entity,
-                "data": data or {},
-                "trace_parent": parent,
-            }
-        )
+        self.events.append(Event(kind, entity, data or {}, parent))
 
 
 class Database:
@@ -103,7 +104,8 @@ class Database:
             pool_size=settings.database_pool_size,
             max_overflow=0,
             pool_timeout=CONNECT_TIMEOUT_S,
-            pool_pre_ping=True,
+            # The one that was used last: it is the least likely to have been ended since.
+            pool_use_lifo=True,
             json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
@@ -114,7 +116,8 @@ class Database:
                 "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
             },
         )
-        self._new_events = inserted(tables.outboxes[schema], _EVENT)
+        event.listen(self._engine.sync_engine, "checkout", _refuse_ended)
+        self._new_events = events_inserted(schema)
         self._on_events: list[Callable[[], None]] = []
         self._on_failure: list[Callable[[Failure], None]] = []
 
@@ -162,8 +165,38 @@ class Database:
             yield work
             await self._write_events(work)
         if work.events:
-            for kick in self._on_events:
-                kick()
+            self._kick()
+
+    async def write_at_once(
+        self,
+        statement: Executable,
+        parameters: Mapping[str, Any] | None = None,
+        events: Sequence[Event] = (),
+    ) -> Sequence[Row[Any]]:
+        """Execute one statement that is a transaction of its own, in one round trip.
+
+        Args:
+            statement: Which; it has ``events_inserted`` where there are events.
+            parameters: Of it.
+            events: That it is to leave in the outbox.
+
+        Returns:
+            The statement's rows, when all that it wrote is committed.
+
+        Raises:
+            DatabaseUnavailable, BadRequest, IntegrityError: as ``unit_of_work``.
+        """
+        given = {**(parameters or {}), **(self._told(events) if events else {})}
+        async with self.asking() as connection:
+            result = await connection.execute(statement, given)
+            rows = result.all() if result.returns_rows else ()
+        if events:
+            self._kick()
+        return rows
+
+    def _kick(self) -> None:
+        for kick in self._on_events:
+            kick()
 
     @asynccontextmanager
     async def reading(self) -> AsyncGenerator[AsyncConnection]:
@@ -181,7 +214,7 @@ class Database:
 
     @asynccontextmanager
     async def asking(self) -> AsyncGenerator[AsyncConnection]:
-        """A connection for one statement that reads: it needs no transaction.
+        """A connection on which each statement is a transaction of its own: for one that reads.
 
         Raises:
             DatabaseUnavailable, BadRequest: as ``unit_of_work``.
@@ -230,10 +263,25 @@ class Database:
     async def _write_events(self, work: UnitOfWork) -> None:
         if not work.events:
             return
-        at = self._clock.wall()
-        await work.connection.execute(
-            self._new_events, document([{**event, "at": at} for event in work.events])
-        )
+        await work.connection.execute(self._new_events, self._told(work.events))
+
+    def _told(self, events: Sequence[Event]) -> dict[str, str]:
+        return document(event_rows(events, self._clock.wall()), EVENTS)
+
+
+def _refuse_ended(connection: Any, _record: object, _fairy: object) -> None:
+    """A connection that is at rest has nothing to say but that the server ended it.
+
+    Raises:
+        InvalidatePoolError: it did; all that the pool has are then made anew.
+    """
+    driver = connection.driver_connection
+    if driver.closed:
+        raise InvalidatePoolError
+    poll = select.poll()
+    poll.register(driver.fileno(), select.POLLIN)
+    if poll.poll(0):
+        raise InvalidatePoolError
 
 
 async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:
