@@ -19,13 +19,13 @@ async def test_a_grant_that_waited_for_a_successor_looks_for_the_lock_behind_it(
 ) -> None:
     """What it saw before it waited may be over: the successor has read which grants there are."""
     database = Database(settings, "cache", SystemClock())
+    held = select(SOLE)
     async with database.asking() as holder, database.asking() as observer:
         pid = (await holder.execute(select(func.pg_backend_pid()))).scalar_one()
         await holder.execute(select(func.pg_advisory_lock(LOCK)))
 
         async def granted() -> bool:
-            (row,) = await database.write_at_once(select(SOLE), {"holder_pid": pid}) or [None]
-            return row is not None
+            return bool(await database.write_at_once(held, {"holder_pid": pid}))
 
         async def waits() -> bool:
             waiting = text(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from sqlalchemy import Executable, Row, delete, select
+from sqlalchemy import Executable, delete, select
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
@@ -32,7 +32,7 @@ class Counted(Fence):
 
     async def write_at_once(
         self, statement: Executable, parameters: Mapping[str, Any], events: Sequence[Event] = ()
-    ) -> Sequence[Row[Any]]:
+    ) -> list[tuple[Any, ...]]:
         """One more."""
         self.count += 1
         return await super().write_at_once(statement, parameters, events)

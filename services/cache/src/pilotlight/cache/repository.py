@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
+    ARRAY,
     CTE,
     Column,
     Double,
     Select,
+    Text,
+    any_,
     bindparam,
     delete,
     exists,
@@ -105,6 +108,9 @@ _EVICTING = _if_sole(
     _new_grants, _new_evictions, events_inserted("cache", where=SOLE).cte("new_events")
 )
 _CHANGING = _if_sole(_changed_grant)
+_ENDING = delete(tables.grants).where(
+    tables.grants.c.grant_id == any_(bindparam("ended", type_=ARRAY(Text)))
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +239,7 @@ class CacheRepository:
             NotSole: another cache answers by now, and something is to be stored.
         """
         if ended:
-            gone = tables.grants.c.grant_id.in_(ended)
-            await self._database.write_at_once(delete(tables.grants).where(gone))
+            await self._database.write_at_once(_ENDING, {"ended": list(ended)})
         if not added:
             return
         documents = document([_row_of(one) for one in added], "new_grants")
@@ -250,8 +255,8 @@ class CacheRepository:
         self, statement: Select[bool], parameters: Mapping[str, Any], told: Sequence[Event] = ()
     ) -> None:
         held = {"holder_pid": self.holder_pid}
-        (found,) = await self._database.write_at_once(statement, {**parameters, **held}, told)
-        if not found.is_sole:
+        ((is_sole,),) = await self._database.write_at_once(statement, {**parameters, **held}, told)
+        if not is_sole:
             raise NotSole
 
     async def orphans(self) -> Orphans:

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable
 
 import psycopg
 import structlog
-from psycopg.conninfo import make_conninfo
 from sqlalchemy import column, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pilotlight.common.db.session import service_url
+from pilotlight.common.db.session import conninfo_of, service_url
 from pilotlight.common.errors import PilotlightError, TransientError
 from pilotlight.common.service import Background
 from pilotlight.common.settings import DatabaseSettings
@@ -60,9 +59,7 @@ class SoleHolder:
         end: Callable[[], Awaitable[None]],
     ) -> None:
         url = service_url(settings, "cache")
-        self._conninfo = make_conninfo(
-            **url.get_dialect()().create_connect_args(url)[1], connect_timeout=5
-        )
+        self._conninfo = conninfo_of(url, connect_timeout=5)
         self._background = background
         self._begin = begin
         self._end = end

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Executable, Row, bindparam, func, literal, select, update
+from sqlalchemy import Executable, bindparam, func, literal, select, update
 from sqlalchemy.dialects.postgresql import insert
 
 from pilotlight.common.clock import Clock, SystemClock
@@ -167,7 +167,7 @@ class Fence:
 
     async def write_at_once(
         self, statement: Executable, parameters: Mapping[str, Any], events: Sequence[Event] = ()
-    ) -> Sequence[Row[Any]]:
+    ) -> list[tuple[Any, ...]]:
         """Execute a statement over ``TERM``, which is a transaction of its own, in one round trip;
         its rows.
 

@@ -199,11 +199,11 @@ async def write(fence: Fence, rows: Rows) -> None:
     statement = _all_of(frozenset(documents), tells=bool(rows.events))
     if rows.moves:
         documents["moves"] = len(rows.moves)
-    (found,) = await fence.write_at_once(statement, documents, rows.events)
-    if not found.is_term:
+    ((is_term, unchanged),) = await fence.write_at_once(statement, documents, rows.events)
+    if not is_term:
         raise NotLeader(f"epoch {fence.epoch} is over")
-    if found.unchanged != len(rows.moves):
-        raise Conflict(_conflict(rows.moves, found.unchanged))
+    if unchanged != len(rows.moves):
+        raise Conflict(_conflict(rows.moves, unchanged))
 
 
 def _conflict(moves: Sequence[Move], unchanged: int) -> str:

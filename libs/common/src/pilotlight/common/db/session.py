@@ -5,13 +5,11 @@ or nothing is. What must follow a commit (a command, a bucket's new value) is do
 work has ended. What fits in one statement needs no more than that: it is a transaction of its own,
 and one round trip.
 
-A connection is not asked before each use whether it lives, which would be another round trip: one
-that the server has ended has something to read.
+A connection is not asked before each use whether it lives, which would be another round trip
+(``at_once.has_ended``).
 """
 
 import asyncio
-import select
-import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -20,24 +18,20 @@ from typing import Any
 import msgspec
 import psycopg
 import structlog
-from sqlalchemy import Executable, Row, event, text
+from psycopg.conninfo import make_conninfo
+from sqlalchemy import Executable, event, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import (
-    DataError,
-    DBAPIError,
-    InterfaceError,
-    InvalidatePoolError,
-    OperationalError,
-)
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from pilotlight.common.clock import Clock
+from pilotlight.common.db.at_once import ONE_PLAN, AtOnce, Connection, connect, has_ended
 from pilotlight.common.db.documents import document
 from pilotlight.common.db.events import EVENTS, Event, event_rows, events_inserted
 from pilotlight.common.db.failures import database_error
 from pilotlight.common.db.roles import role_of
-from pilotlight.common.errors import BadRequest, DatabaseUnavailable
+from pilotlight.common.errors import BadRequest, DatabaseUnavailable, PilotlightError
 from pilotlight.common.secret_files import read_secret
 from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.telemetry import current_traceparent
@@ -99,6 +93,7 @@ class Database:
         self.schema = schema
         self._clock = clock
         self._url = service_url(settings, schema)
+        self._prepare_after = PREPARE_AFTER if settings.database_prepares else None
         self._engine: AsyncEngine = create_async_engine(
             self._url,
             pool_size=settings.database_pool_size,
@@ -109,14 +104,13 @@ class Database:
             json_serializer=_to_json,
             json_deserializer=msgspec.json.decode,
             connect_args={
-                "async_creator_fn": _connect,
-                "connect_timeout": CONNECT_TIMEOUT_S,
-                "application_name": f"pilotlight-{schema}",
-                "prepare_threshold": PREPARE_AFTER if settings.database_prepares else None,
-                "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s",
+                "async_creator_fn": connect,
+                "prepare_threshold": self._prepare_after,
+                **self._options(),
             },
         )
         event.listen(self._engine.sync_engine, "checkout", _refuse_ended)
+        self._at_once = AtOnce(self._engine.dialect, self._connect_at_once)
         self._new_events = events_inserted(schema)
         self._on_events: list[Callable[[], None]] = []
         self._on_failure: list[Callable[[Failure], None]] = []
@@ -132,6 +126,7 @@ class Database:
 
     async def stop(self) -> None:
         """Close every connection."""
+        await self._at_once.close()
         await self._engine.dispose()
 
     def on_events(self, callback: Callable[[], None]) -> None:
@@ -170,26 +165,27 @@ class Database:
     async def write_at_once(
         self,
         statement: Executable,
-        parameters: Mapping[str, Any] | None = None,
+        parameters: Mapping[str, Any],
         events: Sequence[Event] = (),
-    ) -> Sequence[Row[Any]]:
+    ) -> list[tuple[Any, ...]]:
         """Execute one statement that is a transaction of its own, in one round trip.
 
         Args:
-            statement: Which; it has ``events_inserted`` where there are events.
-            parameters: Of it.
+            statement: One that was made once; it has ``events_inserted`` where there are events.
+            parameters: Of it: texts, numbers and lists of them.
             events: That it is to leave in the outbox.
 
         Returns:
             The statement's rows, when all that it wrote is committed.
 
         Raises:
-            DatabaseUnavailable, BadRequest, IntegrityError: as ``unit_of_work``.
+            DatabaseUnavailable, BadRequest: as ``unit_of_work``.
+            psycopg.IntegrityError: a constraint is violated.
         """
-        given = {**(parameters or {}), **(self._told(events) if events else {})}
-        async with self.asking() as connection:
-            result = await connection.execute(statement, given)
-            rows = result.all() if result.returns_rows else ()
+        if events:
+            parameters = {**parameters, **self._told(events)}
+        async with self._deadline():
+            rows = await self._at_once.execute(statement, parameters)
         if events:
             self._kick()
         return rows
@@ -225,10 +221,16 @@ class Database:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncGenerator[AsyncConnection]:
+        async with self._deadline(), self._engine.connect() as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncGenerator[None]:
+        """For what is asked of the database; says in our words what goes wrong with it."""
         deadline = asyncio.timeout(UNIT_DEADLINE_S)
         try:
-            async with deadline, self._engine.connect() as connection:
-                yield connection
+            async with deadline:
+                yield
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -240,17 +242,27 @@ class Database:
                 Failure.POOL, "every connection to the database is in use"
             ) from error
         except DBAPIError as error:
-            if isinstance(error, DataError) and any(nul in str(error.orig) for nul in _NULS):
-                raise BadRequest(
-                    "a text holds U+0000, which is in nothing that is stored"
-                ) from error
             # A connection that the server ended may be told of by any of them.
-            if not (
-                isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
-            ):
+            meant = self._meaning(error.orig, is_lost=error.connection_invalidated)
+            if meant is None:
                 raise
+            raise meant from error
+        except psycopg.Error as error:
+            meant = self._meaning(error)
+            if meant is None:
+                raise
+            raise meant from error
+
+    def _meaning(
+        self, error: BaseException | None, *, is_lost: bool = False
+    ) -> PilotlightError | None:
+        """What one of the driver's errors stands for; None: what it says itself."""
+        if isinstance(error, psycopg.DataError) and any(nul in str(error) for nul in _NULS):
+            return BadRequest("a text holds U+0000, which is in nothing that is stored")
+        if is_lost or isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
             self._tell(Failure.CONNECTION)
-            raise database_error("the database failed", error.orig) from error
+            return database_error("the database failed", error)
+        return None
 
     def _failed(self, how: Failure, message: str) -> DatabaseUnavailable:
         self._tell(how)
@@ -268,34 +280,29 @@ class Database:
     def _told(self, events: Sequence[Event]) -> dict[str, str]:
         return document(event_rows(events, self._clock.wall()), EVENTS)
 
+    def _options(self, more: str = "") -> dict[str, Any]:
+        limits = f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c idle_in_transaction_session_timeout=60s"
+        return {
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "application_name": f"pilotlight-{self.schema}",
+            "options": f"{limits} {more}".rstrip(),
+        }
+
+    async def _connect_at_once(self) -> Connection:
+        told = conninfo_of(self._url, **self._options(ONE_PLAN))
+        connection = await connect(told, autocommit=True)
+        connection.prepare_threshold = self._prepare_after
+        return connection
+
 
 def _refuse_ended(connection: Any, _record: object, _fairy: object) -> None:
-    """A connection that is at rest has nothing to say but that the server ended it.
+    """Before a connection of the pool is used.
 
     Raises:
-        InvalidatePoolError: it did; all that the pool has are then made anew.
+        InvalidatePoolError: the server ended it; all that the pool has are then made anew.
     """
-    driver = connection.driver_connection
-    if driver.closed:
+    if has_ended(connection.driver_connection):
         raise InvalidatePoolError
-    poll = select.poll()
-    poll.register(driver.fileno(), select.POLLIN)
-    if poll.poll(0):
-        raise InvalidatePoolError
-
-
-async def _connect(*arguments: Any, **options: Any) -> psycopg.AsyncConnection[Any]:
-    """Connects; when that fails or is given up, hangs up at once.
-
-    psycopg leaves the socket to the last owner of the error's frames, often the collector. Until it
-    runs the server waits for the rest of the handshake, up to its ``authentication_timeout``, and a
-    DROP DATABASE, even of another one, waits for that.
-    """
-    try:
-        return await psycopg.AsyncConnection.connect(*arguments, **options)
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
 
 
 def service_url(settings: DatabaseSettings, schema: str) -> URL:
@@ -308,6 +315,11 @@ def service_url(settings: DatabaseSettings, schema: str) -> URL:
     if url.password is None:
         url = url.set(password=read_secret(settings.secrets_dir, f"postgres-{schema}"))
     return url
+
+
+def conninfo_of(url: URL, **more: Any) -> str:
+    """A URL as psycopg wants it, with more parameters."""
+    return make_conninfo(**url.get_dialect()().create_connect_args(url)[1], **more)
 
 
 def _to_json(value: object) -> str:
