@@ -90,6 +90,19 @@ async def test_commands_end_with_the_lease() -> None:
     assert len(said.words) == 2
 
 
+async def test_a_start_that_is_alone_is_told_before_any_other_task_runs() -> None:
+    said, one, book = Said(), an_instance(), Book()
+    teller = Teller(said, Epoch(1), Term(), ManualClock())
+    book.put(Record(instance=one, model=model(one.model)))
+    with pytest.raises(StopIteration):
+        teller.dispatch(one, book, {}, alone=True).send(None)
+    assert len(said.words) == 2
+    beside_others = teller.dispatch(one, book, {})
+    assert beside_others.send(None) is None, "it waits for them first"
+    assert len(said.words) == 2
+    beside_others.close()
+
+
 async def test_of_starts_of_one_moment_each_worker_is_told_once() -> None:
     said, term, book = Said(), Term(), Book()
     teller = Teller(said, Epoch(1), term, ManualClock())

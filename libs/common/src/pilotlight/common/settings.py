@@ -154,7 +154,10 @@ class DatabaseSettings(PilotlightSettings):
         "password from the secret `postgres-<service>`.",
     )
     database_pool_size: int = Field(
-        default=5, ge=1, le=100, description="Connections that one service process keeps at most."
+        default=5,
+        ge=1,
+        le=100,
+        description="Connections that one service process keeps at most, beside the one by which the scheduler and the cache write what cold starts wait for.",
     )
     database_prepares: bool = Field(
         default=True,

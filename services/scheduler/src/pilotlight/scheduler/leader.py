@@ -9,7 +9,7 @@ import structlog
 from pilotlight.common.clock import Clock
 from pilotlight.common.db.retention import Pruner
 from pilotlight.common.errors import BusUnavailable, DatabaseUnavailable, NotLeader, error_of
-from pilotlight.common.waiting import Group, every, woken
+from pilotlight.common.waiting import Group, every, pause, woken
 from pilotlight.policy.cluster import NodeFacts, WorkerView
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.focus import Focus
@@ -320,6 +320,9 @@ class Term:
             record = self._starter.begin(order)
             starting = self._start(order, record, self._log.place)
             self._group.create_task(starting, name=f"start {order.model.name}")
+        if plan.start:
+            # They ask before this turn goes on.
+            await pause(0.0)
         for refused in plan.refuse:
             await self._starter.refuse(
                 refused, self._world.models.get(refused.model), self._log.place

@@ -27,6 +27,11 @@ class Pressing:
         self._count = 0
         self._none = asyncio.Event()
 
+    @property
+    def has_one(self) -> bool:
+        """There is one, and no other."""
+        return self._count == 1
+
     @contextmanager
     def one(self) -> Generator[None]:
         """From a start's room to its command."""

@@ -231,7 +231,9 @@ class Starter:
         self.cold_starts.open(cold_start)
         start_s = self.clock.monotonic_s()
         instance = record.instance
-        await self.teller.dispatch(instance, self.book, self.effects.nodes())
+        await self.teller.dispatch(
+            instance, self.book, self.effects.nodes(), alone=self.pressing.has_one
+        )
         self.cold_starts.dispatched(
             instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s()
         )

@@ -76,12 +76,23 @@ class Teller:
         self._began_s = self.clock.monotonic_s()
 
     async def dispatch(
-        self, instance: Instance, book: Book, nodes: Mapping[NodeId, NodeFacts]
+        self,
+        instance: Instance,
+        book: Book,
+        nodes: Mapping[NodeId, NodeFacts],
+        *,
+        alone: bool = False,
     ) -> None:
         """Tell the nodes and workers of one new instance at once, not with the next tick. Of
         instances whose rows were written together each receiver is told once.
 
         The nodes first: bytes take longest.
+
+        Args:
+            instance: Which.
+            book: What each receiver is to hold.
+            nodes: Every node.
+            alone: No other is about to be told.
 
         Raises:
             NotLeader: the lease has run out.
@@ -89,7 +100,8 @@ class Teller:
         due = self._due
         due.node_ids.update((one.node_id, None) for one in instance.placements)
         due.worker_ids.update((one.worker_id, None) for one in instance.placements)
-        await pause(0.0)
+        if not alone:
+            await pause(0.0)
         async with self._turn:
             if due.is_told:
                 return
