@@ -335,7 +335,7 @@ def cold(
         "begun_ms": (begun_s - began_s) * 1e3,
         "placed_ms": (placed_s - began_s) * 1e3,
     }
-    told |= mapping("before", *calls[:2]) | mapping("beside", *calls[1:])
+    told |= mapping("before", *calls[:2]) | mapping("beside", calls[1], calls[-1])
     if isinstance(plan, RestoredGraphs):
         told |= {f"took_{step}_ms": ms for step, ms in plan.took.steps.items()}
         told |= {"proved": plan.news.proved, "refused": int(bool(plan.news.refused))}

@@ -9,7 +9,7 @@ import pytest
 from pilotlight.common.errors import BusUnavailable, NotFound
 from pilotlight.common.nats_bus import NatsBus
 from pilotlight.common.nats_client import WRITTEN_SOON_BYTES
-from pilotlight.common.testing import ConnectBus
+from pilotlight.common.testing import ConnectBus, until
 
 pytestmark = pytest.mark.anyio
 
@@ -108,6 +108,24 @@ async def test_a_request_is_answered_at_once_or_by_its_handler(
     assert "serve v1.both" not in tasks
     with pytest.raises(NotFound):
         await other.request("v1.both", Note(number=3), Note, deadline_s=DEADLINE_S)
+
+
+async def test_what_somebody_waits_for_is_written_before_anything_else_runs(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    heard: list[int] = []
+    other = await connect_bus("other")
+    subscription = await bus.hear("v1.now", Note, lambda note: heard.append(note.number))
+    other.write_now()
+    assert other.publish_soon("v1.now", Note(number=1))
+    assert other.client.pending_data_size > 0
+    other.write_now()
+    assert other.client.pending_data_size == 0
+    assert other.publish_soon("v1.now", Note(number=2))
+    await until(lambda: len(heard) == 2)
+    assert await echoed(bus, other) == Note(1)
+    assert heard == [1, 2]
+    await subscription.end()
 
 
 async def test_nothing_is_published_soon_without_a_connection(

@@ -114,7 +114,7 @@ async def test_a_model_larger_than_the_cluster_is_refused_once_and_starves_nobod
     await rig.register(a_model("huge", part_bytes=1000), a_model("m"))
     await fleet.go_on(lambda: fleet.under_way("m"), huge=1, m=1)
     fleet.state = HeldState.READY
-    # So often that what waits is not forgotten, should the leader hear of it with the last one only.
+    # Not for so long that what waits were forgotten, should the leader hear of the last one alone.
     for _ in range(6):
         await fleet.later(0.3, huge=1)
     assert not fleet.under_way("huge")

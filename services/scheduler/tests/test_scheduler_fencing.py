@@ -32,6 +32,8 @@ class Said:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.written = 0
+        """So many of them before anything else could be said."""
         self.asked: list[Any] = []
 
     async def publish(self, subject: str, message: object, *, sent: Moment | None = None) -> None:
@@ -43,6 +45,9 @@ class Said:
         self.words.append(subject)
         self.asked.append(message)
         return None
+
+    def write_now(self) -> None:
+        self.written = len(self.words)
 
     async def put(self, key: str, value: object, *, sent: Moment | None = None) -> None:
         self.words.append(f"put {key}")
@@ -96,7 +101,7 @@ async def test_a_start_that_is_alone_is_told_before_any_other_task_runs() -> Non
     book.put(Record(instance=one, model=model(one.model)))
     with pytest.raises(StopIteration):
         teller.dispatch(one, book, {}, alone=True).send(None)
-    assert len(said.words) == 2
+    assert len(said.words) == said.written == 2
     beside_others = teller.dispatch(one, book, {})
     assert beside_others.send(None) is None, "it waits for them first"
     assert len(said.words) == 2

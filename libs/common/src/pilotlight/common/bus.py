@@ -95,6 +95,12 @@ class Bus(Protocol):
         """
         ...
 
+    def write_now(self) -> None:
+        """Have what was published in this turn of the loop written before anything else runs, and
+        not with what others publish: somebody waits for nothing but that.
+        """
+        ...
+
     async def serve(
         self,
         subject: str,

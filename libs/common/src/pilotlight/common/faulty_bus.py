@@ -137,6 +137,10 @@ class FaultyBus:
             subject, message, binary=binary, sent=sent
         )
 
+    def write_now(self) -> None:
+        if self._up.is_set():
+            self._bus.write_now()
+
     async def request(
         self, subject: str, message: object, reply_type: type[T], *, deadline_s: float
     ) -> T:

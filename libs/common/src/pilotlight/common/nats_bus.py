@@ -141,9 +141,7 @@ class NatsBus:
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What runs as long as the bus is open, for the process to own: should it die,
-        ``connected`` is False for ever.
-        """
+        """What runs while the bus is open, for the process to own: ``connected`` ends with it."""
         return self._pulse.task
 
     @property
@@ -196,6 +194,9 @@ class NatsBus:
         data = self._fitting(encode_msgpack(message) if binary else encode_json(message))
         headers = stamped(inject({}), sent) or None
         return self._client.publish_soon(self._prefix + subject, data, headers=headers)
+
+    def write_now(self) -> None:
+        self._client.write_now()
 
     async def serve(
         self,

@@ -215,6 +215,11 @@ class KeptClient(Client):
             loop.call_soon(loop.call_soon, self._write_pending)
         return True
 
+    def write_now(self) -> None:
+        """Write what was published in this turn and the last one."""
+        if self._writes_soon:
+            self._write_pending()
+
     def _write_pending(self) -> None:
         """Write what was published; what cannot be stays for the next connection."""
         self._writes_soon = False

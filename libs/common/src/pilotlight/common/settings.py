@@ -157,7 +157,8 @@ class DatabaseSettings(PilotlightSettings):
         default=5,
         ge=1,
         le=100,
-        description="Connections that one service process keeps at most, beside the one by which the scheduler and the cache write what cold starts wait for.",
+        description="Connections that one service process keeps at most, beside the one by which the scheduler and the cache write "
+        "what cold starts wait for.",
     )
     database_prepares: bool = Field(
         default=True,

@@ -118,6 +118,7 @@ class Teller:
         for worker_id in due.worker_ids:
             told = WorkerTold(worker_id=worker_id, holds=stages_of(worker_id, book.books))
             await self.tell_worker(told, nodes, between=True)
+        self.bus.write_now()
 
     def take_sent(self) -> Sent:
         """What was sent between two turns, since the last call."""
