@@ -159,7 +159,11 @@ def test_who_was_sorted_a_while_ago_is_in_the_same_order(random: Random, aged_s:
         slo = replace(cluster.models[one.model].slo, ttft_ms=random.choice([500, 2000, 8000]))
         cluster.models[one.model] = replace(cluster.models[one.model], slo=slo)
     rules = replace(cluster.rules, turns=TurnRules(line_limit=8), starts_at_once=3)
-    told = tuple(replace(one, oldest_age_s=random.uniform(0.0, 9.0)) for one in cluster.demand)
+    # Ages that differ by less than what floats tell apart later would be of no order then.
+    ages_s = (random.randrange(9000) / 1000 for _ in cluster.demand)
+    told = tuple(
+        replace(one, oldest_age_s=age_s) for one, age_s in zip(cluster.demand, ages_s, strict=True)
+    )
     cluster.demand = told
     then = cluster.facts(NOTHING)
     waiters = Waiters(told, then.models, rules.turns)
