@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from sqlalchemy import Select, bindparam, cast, func, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import make_url
 from sqlalchemy.types import Text
 
 from pilotlight.common.clock import ManualClock
@@ -15,6 +16,7 @@ from pilotlight.common.db import tables
 from pilotlight.common.db.events import Event, events_inserted
 from pilotlight.common.db.session import Database, Failure
 from pilotlight.common.errors import BadRequest, DatabaseUnavailable
+from pilotlight.common.settings import DatabaseSettings
 from pilotlight.common.testing import DatabaseSettingsOf, until
 from pilotlight.common.waiting import cancel_all
 
@@ -38,6 +40,7 @@ ADDED = (
 _new_event = events_inserted("gateway").cte("new_events")
 TOLD: Select[int] = select(literal(1)).add_cte(ADDED.cte("added"), _new_event)
 SLEEP = select(func.pg_sleep(10))
+ONE = select(literal(1))
 
 
 @pytest.fixture
@@ -136,3 +139,20 @@ async def test_a_text_that_postgresql_cannot_hold_is_a_bad_request(database: Dat
     with pytest.raises(BadRequest, match=r"U\+0000"):
         await database.write_at_once(ADDED, {"name": "a\0b"})
     await database.write_at_once(ADDED, {"name": "a"})
+
+
+async def test_a_parameter_that_is_missing_is_no_null(database: Database) -> None:
+    with pytest.raises(psycopg.ProgrammingError, match="name"):
+        await database.write_at_once(ADDED, {})
+
+
+async def test_what_an_address_says_beside_the_place_is_no_error(
+    database_settings: DatabaseSettingsOf,
+) -> None:
+    """For pools it never was."""
+    url = make_url(database_settings("gateway").database_url)
+    told = url.update_query_dict({"application_name": "ours", "connect_timeout": "3"})
+    settings = DatabaseSettings(database_url=told.render_as_string(hide_password=False))
+    database = Database(settings, "gateway", ManualClock())
+    assert await database.write_at_once(ONE, {}) == [(1,)]
+    await database.stop()

@@ -10,6 +10,7 @@ from sqlalchemy import select, update
 from pilotlight.common.clock import ManualClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.mapping import to_row_json
+from pilotlight.common.errors import DatabaseUnavailable
 from pilotlight.common.messages.phases import PHASES_SUBJECT, FirstToken, PhaseReport, PhasesKept
 from pilotlight.common.service import Application
 from pilotlight.policy.cluster import HeldState
@@ -17,6 +18,7 @@ from pilotlight.policy.ids import RequestId
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.policy.plan import InstanceState
 from pilotlight.policy.testing import model as a_model
+from pilotlight.scheduler.repository import SchedulerRepository
 from pilotlight.scheduler.testing import DEADLINE_S, TRACE, TURN_S, Rig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -102,6 +104,25 @@ async def test_a_restarted_worker_fails_its_instance_and_demand_starts_another(r
     assert [one.instance_id for one in rig.worker_hold.holds] == [another.instance_id]
     await rig.later(2.5)
     await rig.until(lambda: rig.shown[ready.instance_id] is None)
+
+
+async def test_a_start_that_may_be_written_keeps_its_grants(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next term commands what it reads, and asks for no room again."""
+    start = SchedulerRepository.start
+
+    async def lost(*given: Any) -> None:
+        await start(*given)
+        monkeypatch.setattr(SchedulerRepository, "start", start)
+        raise DatabaseUnavailable("its answer was lost")
+
+    monkeypatch.setattr(SchedulerRepository, "start", lost)
+    await rig.demand()
+    instance = await rig.shown_as(S.FETCHING)
+    await rig.ordered(instance.instance_id)
+    assert [one.grant_id for one in instance.placements] == ["grant-1"]
+    assert rig.released == []
 
 
 async def test_a_dead_worker_is_noticed_by_its_silence(rig: Rig) -> None:

@@ -65,7 +65,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 async def cut_all(owner: Database) -> None:
     """What a restart of the database does to its clients."""
     cut = text(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'pilotlight_scheduler' AND datname = current_database()"
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+        "WHERE usename = 'pilotlight_scheduler' AND datname = current_database()"
     )
     async with owner.unit_of_work() as work:
         await work.connection.execute(cut)

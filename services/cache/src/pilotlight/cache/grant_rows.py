@@ -1,4 +1,4 @@
-"""Rows of grants, those of one moment in one transaction.
+"""Rows of grants, those of one moment in one statement, and those that end in one before it.
 
 A transaction costs a round trip and a millisecond of the cache's processor whatever it
 writes, and hundreds of starts a second each make a grant and give one back. So what comes while

@@ -321,7 +321,7 @@ class Term:
             starting = self._start(order, record, self._log.place)
             self._group.create_task(starting, name=f"start {order.model.name}")
         if plan.start:
-            # They ask before this turn goes on.
+            # They begin to ask before this turn goes on.
             await pause(0.0)
         for refused in plan.refuse:
             await self._starter.refuse(

@@ -89,7 +89,8 @@ class Starter:
         return record
 
     async def start(self, order: StartOrder, record: Record, place: str) -> InstanceId | Refusal:
-        """Reserve, write, command. What was reserved is given back when the rest comes to nothing.
+        """Reserve, write, command. What was reserved is given back when the rest comes to nothing,
+        unless that is not known.
 
         Args:
             order: What is to be started, and where.
@@ -153,7 +154,7 @@ class Starter:
         instance = record.instance
         granted: list[Placement] = []
         grants: list[Reserved] = []
-        committed = False
+        committed = may_be_written = False
         try:
             answers = await self._reserve(order, instance)
             for placement, answer in answers:
@@ -186,9 +187,14 @@ class Starter:
                     )
                     record = replace(record, instance=instance, tentative=False)
                     cold_start = self._cold_start_of(record, order)
-                    await self.repository.start(
-                        instance, _started(instance, order, grants, places, place), cold_start
-                    )
+                    decision = _started(instance, order, grants, places, place)
+                    try:
+                        await self.repository.start(instance, decision, cold_start)
+                    except (DatabaseUnavailable, asyncio.CancelledError):
+                        # The next term reads it, and commands it with these grants; the cache has
+                        # them lapse where there is none.
+                        may_be_written = True
+                        raise
                     self.book.joined(record)
                 committed = True
                 self.publisher.publish(instance)
@@ -198,7 +204,7 @@ class Starter:
             if not committed:
                 self.book.remove(instance.instance_id)
                 for placement in granted:
-                    if placement.grant_id is not None:
+                    if placement.grant_id is not None and not may_be_written:
                         self.effects.release(placement.grant_id)
         return None
 

@@ -117,6 +117,8 @@ class AtOnce:
 
     def _compile(self, statement: Executable) -> _Compiled:
         made = cast("ClauseElement", statement).compile(dialect=self._dialect)
-        compiled = _Compiled(cast("LiteralString", made.string), {**(made.params or {})})
+        # One that is not given is None here, and would be NULL: the driver is to miss it.
+        fixed = {name: value for name, value in (made.params or {}).items() if value is not None}
+        compiled = _Compiled(cast("LiteralString", made.string), fixed)
         self._compiled[statement] = compiled
         return compiled

@@ -318,8 +318,8 @@ def service_url(settings: DatabaseSettings, schema: str) -> URL:
 
 
 def conninfo_of(url: URL, **more: Any) -> str:
-    """A URL as psycopg wants it, with more parameters."""
-    return make_conninfo(**url.get_dialect()().create_connect_args(url)[1], **more)
+    """A URL as psycopg wants it, with more parameters, or others in the place of its own."""
+    return make_conninfo(**{**url.get_dialect()().create_connect_args(url)[1], **more})
 
 
 def _to_json(value: object) -> str:
