@@ -194,7 +194,7 @@ async def write(fence: Fence, rows: Rows) -> None:
     for name, part in parts.items():
         if part:
             documents |= document(part, name)
-    if not documents:
+    if not documents and not rows.events:
         return
     statement = _all_of(frozenset(documents), tells=bool(rows.events))
     if rows.moves:

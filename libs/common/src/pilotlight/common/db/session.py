@@ -126,8 +126,10 @@ class Database:
 
     async def stop(self) -> None:
         """Close every connection."""
-        await self._at_once.close()
-        await self._engine.dispose()
+        try:
+            await self._at_once.close()
+        finally:
+            await self._engine.dispose()
 
     def on_events(self, callback: Callable[[], None]) -> None:
         """Call after every commit that left events in the outbox."""
@@ -179,7 +181,9 @@ class Database:
             The statement's rows, when all that it wrote is committed.
 
         Raises:
-            DatabaseUnavailable, BadRequest: as ``unit_of_work``.
+            DatabaseUnavailable: the database cannot be reached or does not answer in time; once the
+                statement was sent, it may be committed all the same.
+            BadRequest: as ``unit_of_work``.
             psycopg.IntegrityError: a constraint is violated.
         """
         if events:
@@ -295,13 +299,13 @@ class Database:
         return connection
 
 
-def _refuse_ended(connection: Any, _record: object, _fairy: object) -> None:
-    """Before a connection of the pool is used.
+def _refuse_ended(connection: Any, record: Any, _fairy: object) -> None:
+    """Before a connection of the pool is used again; a new one says itself what is wrong with it.
 
     Raises:
         InvalidatePoolError: the server ended it; all that the pool has are then made anew.
     """
-    if has_ended(connection.driver_connection):
+    if not record.fresh and has_ended(connection.driver_connection):
         raise InvalidatePoolError
 
 
