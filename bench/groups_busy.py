@@ -31,7 +31,7 @@ from pilotlight.cli.plan import SystemOptions
 from pilotlight.cli.system import System, free_port
 from pilotlight.common.clock import SystemClock
 
-ENGINE = b"pilotlight.worker.engine_child.child"
+ENGINE = b"pilotlight.worker.engine_main"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WORKER = b"PILOTLIGHT_WORKER_ID="
 

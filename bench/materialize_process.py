@@ -55,7 +55,7 @@ LOOK_S = 0.002
 SLOW_S = 8.0
 """A round that takes longer tells what the system's processes wrote in it."""
 LOADER, WORKER = "pilotlight.loader", "pilotlight.worker"
-ENGINE = "pilotlight.worker.engine_child.child"
+ENGINE = "pilotlight.worker.engine_main"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENTS = {"workers_planned": "planned_ms", "engine_started": "up_ms"}
 """Lines of logs, and what the first one of a round is called."""

@@ -10,7 +10,7 @@ from typing import Any
 
 MIB = 1 << 20
 ROLES = {
-    "pilotlight.worker.engine_child.child": "engine",
+    "pilotlight.worker.engine_main": "engine",
     "pilotlight.worker": "worker",
     "pilotlight.gateway": "gateway",
     "pilotlight.scheduler": "scheduler",

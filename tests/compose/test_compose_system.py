@@ -232,7 +232,7 @@ def test_a_node_is_a_loader_and_its_workers(system: Composed, answer: str) -> No
     for member in (
         "pilotlight.loader",
         "pilotlight.worker ",
-        "pilotlight.worker.engine_child.child",
+        "pilotlight.worker.engine_main",
     ):
         assert any(member in f"{line} " for line in others), member
     assert system.inspect("node")["HostConfig"]["ShmSize"] == 512 << 20

@@ -117,7 +117,7 @@ async def make_engine(
             cuda_devices=(uuid,) if kind is DeviceKind.CUDA else (),
             device_bytes=ROOM_BYTES if kind is DeviceKind.CUDA else None,
             step_tokens=512,
-            module=module or "pilotlight.worker.engine_child.child",
+            module=module or "pilotlight.worker.engine_main",
         )
         engine = ProcessEngine(
             options, Spare(options, Backoff(first_s=0.01, limit_s=0.05)) if spare else None

@@ -46,7 +46,7 @@ def build_children(system: RunningSystem) -> list[int]:
             log = os.readlink(entry / "fd" / "1")
         except OSError:
             continue
-        if "engine_child.child" in command and log.startswith(str(system.home)) and "build-" in log:
+        if "engine_main" in command and log.startswith(str(system.home)) and "build-" in log:
             found.append(int(entry.name))
     return found
 

@@ -373,8 +373,8 @@ def test_processes_are_called_by_what_they_do():
 
     assert role_of(["/usr/bin/python3", "-m", "pilotlight.gateway", ""]) == "gateway"
     assert (
-        role_of(["python", "-m", "pilotlight.worker.engine_child.child", "--spare", ""])
-        == "spare worker.engine_child.child"
+        role_of(["python", "-m", "pilotlight.worker.engine_main", "--spare", ""])
+        == "spare worker.engine_main"
     )
     assert role_of(["/opt/bin/nats-server", "-c", "x"]) == "nats-server"
     assert role_of(["VLLM::EngineCore", ""]) == "VLLM::EngineCore"

@@ -55,7 +55,7 @@ async def make_rig(
         nvml: FakeNvml,
         *,
         spare: bool = False,
-        module: str = "pilotlight.worker.engine_child.child",
+        module: str = "pilotlight.worker.engine_main",
         times: WatchTimes = PATIENT,
     ) -> DeviceRig:
         context = make_context("worker", WorkerSettings())

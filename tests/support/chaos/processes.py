@@ -276,7 +276,7 @@ def _ticks(pid: int) -> int:
 
 
 def _kind(words: tuple[str, ...]) -> str:
-    if "pilotlight.worker.engine_child.child" in words:
+    if "pilotlight.worker.engine_main" in words:
         return Target.ENGINE.value
     for target in Target:
         if f"pilotlight.{target.value}" in words:

@@ -1,11 +1,13 @@
 """Which code this is: a name for it that changes when the code does."""
 
 import hashlib
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 
+@cache
 def release_of(package: str) -> str:
     """The release of ``pilotlight.PACKAGE``, and a digest of its sources."""
     digest = hashlib.blake2b(digest_size=6)

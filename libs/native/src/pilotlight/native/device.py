@@ -73,24 +73,25 @@ class DeviceArena:
     All places are bytes from its beginning, whole granules.
     """
 
-    def __init__(self, device: Device, num_bytes: int, address: int = 0) -> None:
+    def __init__(self, device: Device, num_bytes: int, address: int = 0, pointer: int = 0) -> None:
         """Reserves the addresses.
 
         Args:
             device: whose memory lies behind them.
             num_bytes: whole granules.
             address: there and nowhere else; anywhere, if 0.
+            pointer: to the library's own arena, which has them already.
 
         Raises:
             AddressTaken: something else is there.
             NativeError: the driver has no such addresses.
         """
         self._library = device.library
-        pointer, arena = out(c_void_p)
-        self._library.call(
-            "arena_open", device.context, device.ordinal, address, num_bytes, pointer
-        )
-        self.pointer = arena()
+        place, arena = out(c_void_p)
+        if not pointer:
+            wanted = device.ordinal, address, num_bytes
+            self._library.call("arena_open", device.context, *wanted, place)
+        self.pointer = pointer or arena()
         self.num_bytes = num_bytes
         self.address = self._library.get("arena_address", self.pointer)
         self.granule_bytes = self._library.get("arena_granule", self.pointer)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ctypes import c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.library import MISUSED, NativeError, library, out
@@ -183,30 +184,53 @@ def dump_graphs(
         native.get("free", archive())
 
 
+class OpenArchive(NamedTuple):
+    """One that the library opened by itself."""
+
+    pointer: int
+    num_graphs: int
+    owner: object
+    """Of the bytes that it reads."""
+
+
 class GraphArchive:
     """Graphs that were written down, made again one by one.
 
     It needs the device's context and the arena, and no torch.
     """
 
-    def __init__(self, device: Device, archive: bytes, arena: DeviceArena) -> None:
+    def __init__(
+        self,
+        device: Device,
+        archive: bytes,
+        arena: DeviceArena,
+        opened: "OpenArchive | None" = None,
+    ) -> None:
         """Reads it; builds nothing yet.
+
+        Args:
+            device: the arena's.
+            archive: its bytes.
+            arena: that the graphs are for.
+            opened: the library's own, which is open already.
 
         Raises:
             AddressTaken: the arena lies elsewhere than the one that the graphs were made for.
             NativeError: it does not hold together.
         """
         self._library = device.library
-        self._bytes = archive
-        """The library reads them for as long as it is open."""
-        (pointer, handle), (count, num_graphs) = out(c_void_p), out(c_uint64)
-        self._library.call(
-            "archive_open", device.context, archive, len(archive), arena.address, pointer, count
-        )
-        self._pointer = handle()
+        self._reads: object = archive if opened is None else opened.owner
+        """What the library reads for as long as it is open."""
+        if opened is None:
+            (pointer, handle), (count, number) = out(c_void_p), out(c_uint64)
+            given = archive, len(archive), arena.address
+            self._library.call("archive_open", device.context, *given, pointer, count)
+            self._pointer, num_graphs = handle(), number()
+        else:
+            self._pointer, num_graphs = opened.pointer, opened.num_graphs
         self._numbers = {
             self._library.get("archive_tag", self._pointer, number): number
-            for number in range(num_graphs())
+            for number in range(num_graphs)
         }
 
     @property

@@ -13,6 +13,7 @@ it needs beside them from pools, and its default allocator is left alone.
 
 from collections.abc import Sequence
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -26,7 +27,10 @@ from pilotlight.engine.device.arena_protocol import Scratch, Slot
 from pilotlight.engine.errors import EngineError, EngineFailed, NoRoom
 from pilotlight.native.device import LIBCUDA, Device, DeviceArena, DriverCalls, Pool
 from pilotlight.native.library import AddressTaken, NativeError, NativeUnavailable, OutOfMemory
+from pilotlight.native.started import NativeStart
 from pilotlight.policy.model import SLOTS
+
+log = structlog.get_logger()
 
 SLOT_BYTES = 256 << 30
 NUM_SLOTS = SLOTS
@@ -68,6 +72,7 @@ class CudaArena:
         addresses: tuple[int, ...] = ADDRESSES,
         driver: str = LIBCUDA,
         device: torch.device | None = None,
+        started: NativeStart | None = None,
     ) -> None:
         """Takes the addresses, at the first of the places where nothing else is.
 
@@ -80,6 +85,7 @@ class CudaArena:
             addresses: places to try, in order.
             driver: the driver's library.
             device: where tensors say they are; the CUDA device, if not given.
+            started: what the library has begun by itself; its arena is this one, if there is any.
 
         Raises:
             NoRoom: something else is at each of the places.
@@ -89,7 +95,9 @@ class CudaArena:
         self.slot_bytes = slot_bytes
         try:
             self.native = Device(ordinal, driver)
-            self.native_arena = _reserve(self.native, (num_slots + 1) * slot_bytes, addresses)
+            num_bytes = (num_slots + 1) * slot_bytes
+            taken = None if started is None else _taken(self.native, num_bytes, started)
+            self.native_arena = taken or _reserve(self.native, num_bytes, addresses)
             self.capacity_bytes = capacity_bytes or self.native.memory()[0]
         except (NativeUnavailable, NativeError) as error:
             raise EngineFailed(f"no arena on device {ordinal}: {error}") from error
@@ -110,6 +118,8 @@ class CudaArena:
             self.native, self.native_arena, stop - POOL_BYTES, stop, POOL_CHUNK_BYTES
         )
         """Gives no memory itself: the graph pools that come and go belong to its group."""
+        self.started = started if taken else None
+        """See ``native.started``: graphs for these addresses, and the host pool."""
         self._streamer: Streamer | None = None
         self.lending = CudaLending(self)
         """See ``Arena.lending``."""
@@ -118,7 +128,8 @@ class CudaArena:
     def copier(self) -> Streamer:
         """What brings parameters there; its thread starts with the first use."""
         if self._streamer is None:
-            self._streamer = Streamer(self.native, self.device)
+            started = None if self.started is None else self.started.copier
+            self._streamer = Streamer(self.native, self.device, copier=started)
         return self._streamer
 
     @property
@@ -319,6 +330,17 @@ class CudaArena:
         self.workspace.close()
         self._graph_memory.close()
         self.native_arena.close()
+
+
+def _taken(device: Device, num_bytes: int, started: NativeStart) -> DeviceArena | None:
+    """The arena that the library has opened by itself; None: it is no such one."""
+    if started.plan.num_bytes != num_bytes:
+        return None
+    try:
+        return started.arena(device)
+    except NativeError as error:
+        log.warning("no arena was begun", action="start_not_taken", why=str(error))
+        return None
 
 
 def _reserve(device: Device, num_bytes: int, addresses: tuple[int, ...]) -> DeviceArena:

@@ -111,7 +111,12 @@ class ArchiveOnDevice:
         assert isinstance(arena, CudaArena)
         self._device = arena.device
         self._memory = memory
-        self._archive = GraphArchive(arena.native, archive, arena.native_arena)
+        # What the library has begun by itself has loaded the kernels of images.
+        begun = None if kernels is not None or arena.started is None else arena.started
+        opened = None if begun is None else begun.archive(archive)
+        self._archive = GraphArchive(arena.native, archive, arena.native_arena, opened)
+        if begun is not None and opened is not None:
+            log.info("graphs were begun", action="graphs_begun", ready=begun.made)
         if kernels is not None:
             offered = self._archive.offer(kernels())
             log.info(

@@ -125,7 +125,7 @@ class RestoredGraphs:
         self.lists = LaunchLists(self._recorded, on=launch_lists)
         self._device: GraphDevice | None = None
         self._thread: threading.Thread | None = None
-        self._memory: StageMemory | None = None
+        self.memory: StageMemory | None = None
         self._scratch: Scratch | None = None
         self._steps: StageSteps | None = None
         self._fallback: GraphSupplier | None = None
@@ -150,7 +150,7 @@ class RestoredGraphs:
 
     def supplier(self, memory: StageMemory, scratch: Scratch) -> "RestoredGraphs":
         """See ``GraphPlan``: the archive is read from now on."""
-        self._memory, self._scratch = memory, scratch
+        self.memory, self._scratch = memory, scratch
         self._thread = threading.Thread(target=self._restore, name="graphs", daemon=True)
         self._thread.start()
         if self._behind is not None:
@@ -165,10 +165,10 @@ class RestoredGraphs:
             self._behind.begin(stage, graphs)
         self.took.begin()
         self._steps, self._graphs = stage.steps_of(self._layers), graphs
-        assert self._memory is not None
+        assert self.memory is not None
         assert self._scratch is not None
         try:
-            wanted = (self._layout, self._memory, self._scratch, self._steps, self._later)
+            wanted = (self._layout, self.memory, self._scratch, self._steps, self._later)
             self._rest = self._fit(Fitting(*wanted))
         except GraphsRefused as refused:
             self._refuse(refused, of_stage=True)
@@ -241,13 +241,13 @@ class RestoredGraphs:
         Raises:
             RestoreFailed: one does not give what was recorded, or the driver refused one.
         """
-        if self._steps is None or self._memory is None or self._refused is not None:
+        if self._steps is None or self.memory is None or self._refused is not None:
             return
         self.lists.stop()
         for size in self._recorded:
             # Graphs that may lie elsewhere take their memory as they are made.
             held = self._scratch.graphs.mapped_bytes if self._scratch is not None else 0
-            self._memory.graph_pool_bytes(min(held, self._layout.pool_bytes)).fill_(POISON)
+            self.memory.graph_pool_bytes(min(held, self._layout.pool_bytes)).fill_(POISON)
             self._steps.trial(size)
 
     def close(self) -> None:
@@ -358,8 +358,8 @@ class RestoredGraphs:
         at_s = self.took.now_s()
         archive = self._read()
         at_s = self.took.part("read", at_s)
-        assert self._memory is not None
-        self._device = device = opened(self._open, self._memory, archive, self._recorded)
+        assert self.memory is not None
+        self._device = device = opened(self._open, self.memory, archive, self._recorded)
         at_s = self.took.part("open", at_s)
         loaded: set[int] = set()
         while (size := self._next_to_load(loaded)) is not None:

@@ -1,4 +1,4 @@
-"""The engine child's process: ``python -m pilotlight.worker.engine_child.child --fd N``.
+"""The engine child's process, behind ``worker.engine_main``.
 
 Torch is imported here, and nowhere in the parent.
 
@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -29,6 +30,7 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.logs import write_logs
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
+from pilotlight.native.starting import Begun
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.shown import EngineStart
 from pilotlight.worker.engine_child.ahead import (
@@ -46,6 +48,11 @@ from pilotlight.worker.engine_child.neighbours import Neighbours
 from pilotlight.worker.engine_child.slate import Slate
 from pilotlight.worker.engine_child.told import last_words
 
+if TYPE_CHECKING:
+    from pilotlight.engine.device.arena_protocol import Arena
+    from pilotlight.native.started import NativeStart
+    from pilotlight.worker.engine_child.start_record import StartRecord
+
 log = structlog.get_logger()
 
 LOWEST_PRIORITY = 19
@@ -54,8 +61,13 @@ FAULT_STATUS = 70
 _PR_SET_PDEATHSIG = 1
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve one parent until it ends the child or is gone; the exit status."""
+def main(arguments: Sequence[str], begun: Begun | None = None) -> int:
+    """Serve one parent until it ends the child or is gone; the exit status.
+
+    Args:
+        arguments: of the command line.
+        begun: what the library does of the start by itself.
+    """
     options = _options(arguments)
     write_logs("engine", options.log_level)
     _die_with(options.parent)
@@ -72,11 +84,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.ahead:
         cuda = kind is DeviceKind.CUDA
         importing = beside("import", partial(import_engine, cuda=cuda))
-        context = context_ahead() if cuda and not options.record_images else None
+        alone = cuda and not options.record_images and begun is None
+        context = context_ahead() if alone else None
         if not _is_promoted(connection):
             return 0
     try:
-        _serve(connection, options, kind, clock, faults, importing, context)
+        _serve(connection, options, kind, clock, faults, importing, context, begun)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told before this process ends
         _end_at_once(connection, error)
     return 0
@@ -90,6 +103,7 @@ def _serve(
     faults: Faults,
     importing: threading.Thread | None,
     context: threading.Thread | None,
+    begun: Begun | None,
 ) -> None:
     """Open the device, and be the engine until the parent ends it or is gone.
 
@@ -103,7 +117,8 @@ def _serve(
     cuda = kind is DeviceKind.CUDA
     # Images are kept from before there is a context. A spare has all of this behind it but for the
     # context, for which it imports nothing meanwhile.
-    if cuda and context is None and not options.spare and not options.record_images:
+    ahead = context is None and begun is None
+    if cuda and ahead and not options.spare and not options.record_images:
         context = beside("context", open_context)
     # Here and not above: it takes a second or more, and a death meanwhile must not leave an orphan.
     if importing is not None:
@@ -127,6 +142,7 @@ def _serve(
         options.device_bytes,
         clock,
         witness=options.witness,
+        started=_attached(begun),
     )
     engine = Engine(
         threads=options.threads,
@@ -156,6 +172,8 @@ def _serve(
         _slate(options.slate_fd),
         Neighbours(clock.monotonic_s, device.peer_memory),
         warm_up=WarmUp(clock, warm_up_meanwhile if later else None),
+        record=_record(options.start, device.arena) if later else None,
+        started=device.started,
     )
     up = EngineUp(
         pid=os.getpid(),
@@ -191,6 +209,25 @@ def _record_images() -> None:
         record_images()
     except (NativeError, NativeUnavailable) as error:
         log.warning("no images of kernels", action="images_not_recorded", error=str(error))
+
+
+def _attached(begun: Begun | None) -> "NativeStart | None":
+    if begun is None:
+        return None
+    from pilotlight.worker.engine_child.started import attached
+
+    return attached(begun)
+
+
+def _record(folder: Path | None, arena: "Arena") -> "StartRecord | None":
+    if folder is None:
+        return None
+    from pilotlight.engine.cuda.arena import CudaArena
+    from pilotlight.worker.engine_child.start_record import StartRecord
+    from pilotlight.worker.engine_child.started import layout_hash
+
+    assert isinstance(arena, CudaArena)
+    return StartRecord(folder, arena, partial(layout_hash, arena.device))
 
 
 def _slate(descriptor: int | None) -> Slate:
@@ -279,7 +316,7 @@ def _device_open() -> bool:
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="pilotlight.worker.engine_child.child",
+        prog="pilotlight.worker.engine_main",
         description="A worker's engine; started by its worker.",
     )
     parser.add_argument("--fd", type=int, required=True, help="socket to the parent")
@@ -317,6 +354,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--witness", action="store_true", help="an arena elsewhere, to tell addresses of graphs"
     )
+    parser.add_argument(
+        "--start", type=Path, default=None, help="a folder for what the next start can begin with"
+    )
     parser.add_argument("--log-level", default="info")
     return parser.parse_args(arguments)
 
@@ -330,7 +370,3 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

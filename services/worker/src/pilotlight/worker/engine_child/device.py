@@ -5,6 +5,7 @@ Everything that differs between cores and a GPU at a child's start.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -16,8 +17,12 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.policy.cluster import DeviceKind
+from pilotlight.worker.engine_child.host_pool import StartedPools
 from pilotlight.worker.engine_child.pins import HeldSlabs, PinnedSlabs, Pins
 from pilotlight.worker.engine_child.warmup import CPU_PROBE, CUDA_PROBE, Probe
+
+if TYPE_CHECKING:
+    from pilotlight.native.started import NativeStart
 
 log = structlog.get_logger()
 
@@ -68,6 +73,8 @@ class OpenDevice:
     """What it reads of its own memory; 0: not measured."""
     beside_bytes: int = 0
     """As in ``EngineUp``."""
+    started: StartedPools | None = None
+    """Where the host pool may be mapped already."""
 
 
 def open_device(
@@ -78,6 +85,7 @@ def open_device(
     clock: Clock,
     *,
     witness: bool = False,
+    started: "NativeStart | None" = None,
 ) -> OpenDevice:
     """The child's one device.
 
@@ -89,6 +97,7 @@ def open_device(
             own.
         clock: for measurements.
         witness: a GPU's arena lies where no other process has it.
+        started: what of a GPU's start is done already.
 
     Raises:
         EngineFailed: there is no such device, or it cannot be used; an error of the engine.
@@ -102,7 +111,7 @@ def open_device(
             chunk_tokens=CUDA_CHUNK_TOKENS,
             keep_promises=True,
         )
-        return _open_cuda(limits, device_bytes, clock, witness=witness)
+        return _open_cuda(limits, device_bytes, clock, witness=witness, started=started)
     filled_bytes_per_s, read_bytes_per_s = _host_bytes_per_s(threads, clock)
     return OpenDevice(
         arena=CpuArena(address=ARENA_ADDRESS),
@@ -122,18 +131,30 @@ def reserve_bytes(memory_bytes: int, step_tokens: int) -> int:
 
 
 def _open_cuda(
-    limits: BatchLimits, device_bytes: int | None, clock: Clock, *, witness: bool
+    limits: BatchLimits,
+    device_bytes: int | None,
+    clock: Clock,
+    *,
+    witness: bool,
+    started: "NativeStart | None",
 ) -> OpenDevice:
     # Only here: it needs the native library, and later triton.
     from pilotlight.engine.cuda.arena import ADDRESSES, WITNESS_ADDRESSES, CudaArena
     from pilotlight.engine.cuda.peers import PeerMemory
+    from pilotlight.worker.engine_child.started import StartedPool, checked
 
     torch.cuda.init()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    arena = CudaArena(0, addresses=WITNESS_ADDRESSES if witness else ADDRESSES)
+    if started is not None:
+        started = checked(started, device)
+    addresses = WITNESS_ADDRESSES if witness else ADDRESSES
+    arena = CudaArena(0, addresses=addresses, started=started)
     name = torch.cuda.get_device_name(device)
     free_bytes, memory_bytes = arena.native.memory()
+    if arena.started is not None:
+        # What was begun is this engine's own, as it would be without it.
+        free_bytes = arena.started.free_bytes
     reserved = reserve_bytes(memory_bytes, limits.step_tokens)
     room_bytes = device_bytes or free_bytes - reserved
     if room_bytes <= 0:
@@ -163,6 +184,7 @@ def _open_cuda(
         device_bytes=room_bytes,
         pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes), held_of=_held),
         peer_memory=PeerMemory(arena.native, device),
+        started=StartedPool(arena) if arena.started is not None else None,
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
         # What is for no models, and not this engine's own either, is there for another one first.
         beside_bytes=max(0, reserved - max(0, free_bytes - reserved - room_bytes)),

@@ -23,7 +23,7 @@ def environment_of(device: OpenDevice) -> Environment:
         device_kind=DeviceKind.CUDA if is_cuda else DeviceKind.CPU,
         device_name=device.name,
         memory_bytes=memory_bytes,
-        driver=_driver() if is_cuda else "",
+        driver=driver_version() if is_cuda else "",
         cuda=torch.version.cuda or "" if is_cuda else "",
         torch=str(torch.__version__),
         kernels=_version("triton") if is_cuda else "",
@@ -33,7 +33,8 @@ def environment_of(device: OpenDevice) -> Environment:
     )
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """The driver's; "unknown" where the system does not say."""
     try:
         return DRIVER_VERSION.read_text().strip()
     except OSError:

@@ -1,7 +1,8 @@
 """Graphs of the stages in an engine child: restored from an archive, or recorded into one."""
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pilotlight.engine.cuda.fitting import RestoreNews
     from pilotlight.engine.cuda.recording import GraphRecorder
     from pilotlight.engine.cuda.restored import RestoredGraphs
+    from pilotlight.engine.device.memory import StageMemory
 
 log = structlog.get_logger()
 
@@ -48,6 +50,12 @@ class _Restored:
     trigger: Callable[[], None]
     awaited: set[int]
     """Parts that are in place before it triggers kernels; none: nothing triggers any."""
+    archive: "ArchiveFile | None" = None
+    """Of the whole model's graphs, where their kernels come from images, ..."""
+    sizes: tuple[int, ...] = ()
+    """... which graphs it has, ..."""
+    uses_before: Mapping[int, int] = field(default_factory=dict[int, int])
+    """... and how often each was used before."""
     told_uses: dict[int, int] = field(default_factory=dict[int, int])
     turns: int = 0
     due: int = USES_TOLD_AFTER
@@ -129,6 +137,18 @@ class GraphPlans:
             )
         return said
 
+    def take_archive(self, instance_id: InstanceId) -> "RestoredArchive | None":
+        """What a stage's graphs came from, once; None: they came in another way, or from nothing,
+        or it was taken.
+        """
+        one = self._restored.get(instance_id)
+        if one is None or one.archive is None or one.plan.memory is None:
+            return None
+        archive, one.archive = one.archive, None
+        uses = Counter(one.uses_before) + Counter(one.plan.uses)
+        sizes = sorted(one.sizes, key=lambda size: (-uses[size], size))
+        return RestoredArchive(archive.blob, archive.data, tuple(sizes), one.plan.memory)
+
     def rename(self, old_id: InstanceId, new_id: InstanceId) -> None:
         """The stage is another instance's from now on."""
         if (restored := self._restored.pop(old_id, None)) is not None:
@@ -161,11 +181,11 @@ class GraphPlans:
             raise RestoreFailed(f"the artifact cannot be read: {error.message}") from error
         from pilotlight.engine.cuda.fitting import RestoreNews
 
-        made, trigger, blob = None, None, artifact.graphs_blob
+        whole = command.stage == command.model.spec.whole
+        made, trigger, archive, blob = None, None, None, artifact.graphs_blob
         if command.graphs and artifact.graphs is not None and blob is not None:
             archive = ArchiveFile(command.graphs, blob)
-            later = command.stage != command.model.spec.whole
-            made, trigger = _restoring(command, artifact.graphs, archive, later=later)
+            made, trigger = _restoring(command, artifact.graphs, archive, later=not whole)
         made = _of_range(command, artifact, made) or made
         if made is None:
             return None
@@ -173,6 +193,10 @@ class GraphPlans:
         self._restored[command.instance_id] = _Restored(
             made, RestoreNews(), command.prove, trigger or (lambda: None), awaited
         )
+        if archive is not None and whole and command.precomputed.ways == GraphWays():
+            restored = self._restored[command.instance_id]
+            restored.archive, restored.uses_before = archive, command.precomputed.uses
+            restored.sizes = tuple(artifact.graphs.digests) if artifact.graphs else ()
         return made
 
 
@@ -275,11 +299,25 @@ def _restoring(
     return plan, None
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredArchive:
+    """What a whole model's graphs came from."""
+
+    blob: Blob
+    data: bytes
+    sizes: tuple[int, ...]
+    """Of its graphs, those first that were used most."""
+    memory: "StageMemory"
+    """Of the stage."""
+
+
 class ArchiveFile:
     """An archive that the worker has put somewhere; it is open from now on."""
 
     def __init__(self, path: str, blob: Blob) -> None:
-        self._blob = blob
+        self.blob = blob
+        self.data = b""
+        """Its bytes, once they were read."""
         self._failed = ""
         self._descriptor = -1
         try:
@@ -300,18 +338,19 @@ class ArchiveFile:
         from pilotlight.engine.cuda.fitting import GraphsRefused
 
         if self._descriptor < 0:
-            raise GraphsRefused(f"{self._blob.holds}_file", self._failed)
+            raise GraphsRefused(f"{self.blob.holds}_file", self._failed)
         size_bytes = os.fstat(self._descriptor).st_size
-        kind = self._blob.holds
-        if size_bytes != self._blob.size_bytes or size_bytes > self._blob.most_bytes:
+        kind = self.blob.holds
+        if size_bytes != self.blob.size_bytes or size_bytes > self.blob.most_bytes:
             raise GraphsRefused(
-                f"{kind}_size", f"{size_bytes} bytes, and the artifact says {self._blob.size_bytes}"
+                f"{kind}_size", f"{size_bytes} bytes, and the artifact says {self.blob.size_bytes}"
             )
         with os.fdopen(self._descriptor, "rb", buffering=0) as file:
             self._descriptor = -1
             data = file.readall()
-        if digest_of(data) != self._blob.digest:
+        if digest_of(data) != self.blob.digest:
             raise GraphsRefused(f"{kind}_digest", "the bytes are not those of the artifact")
+        self.data = data
         return data
 
     def _close(self) -> None:

@@ -10,7 +10,7 @@ Nothing is pinned by an engine that has not loaded anything: a first start waits
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import structlog
@@ -33,6 +33,10 @@ its device's memory for itself."""
 
 class PinnedSlabs(Protocol):
     """``engine.cuda.stream.PinnedSlabs``."""
+
+    def adopt(self, pinned: Iterable[int]) -> None:
+        """These slabs are pinned already."""
+        ...
 
     def pin_next(self, wanted: Iterable[int] = ()) -> bool:
         """Pins the slab of the first of these offsets whose slab is not pinned yet."""
@@ -95,13 +99,20 @@ class Pins:
         self._told = False  # That all that is occupied is pinned.
         self._refused = False
 
-    def moved(self, pool: memoryview) -> None:
-        """The pool is another file from now on; what lies in the old one is read no more."""
+    def moved(self, pool: memoryview, pinned: Collection[int] = ()) -> None:
+        """The pool is another file from now on; what lies in the old one is read no more.
+
+        Args:
+            pool: all of it.
+            pinned: slabs of it that are so already.
+        """
         if self._slabs is not None:
             self._slabs.close()
         self._slabs = None if self._refused else self._slabs_of(pool, self._slab_bytes)
+        if self._slabs is not None and pinned:
+            self._slabs.adopt(pinned)
         self._pool, self._held, self._blind = pool, None, self._held_of is None
-        self._pinned.clear()
+        self._pinned = set(pinned)
         self._wanted.clear()
         self._ahead.clear()
         self._changes, self._told = None, False

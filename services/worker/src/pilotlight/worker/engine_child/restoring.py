@@ -60,6 +60,8 @@ class Restoring:
         self._running: InstanceId | None = None
         self._attempt = 0
         self._output: list[int] = []
+        self.proved: InstanceId | None = None
+        """The stage whose canary gave last what was recorded."""
 
     @property
     def due(self) -> bool:
@@ -163,4 +165,5 @@ class Restoring:
             raise RestoreFailed(
                 f"the canary of {instance_id} gave {self._output}, and {list(canary.output_ids)} was recorded"
             )
+        self.proved = instance_id
         log.info("restore proved", action="restore_proved", instance_id=instance_id)

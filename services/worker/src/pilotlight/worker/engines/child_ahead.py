@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pilotlight.common.machine import log_file
 from pilotlight.policy.cluster import DeviceKind
-from pilotlight.worker.engines.child_command import ChildOptions, prepared
+from pilotlight.worker.engines.child_command import ChildOptions, prepared, start_folder
 
 ENV_PREFIX = "PILOTLIGHT_"
 """As ``common.settings`` has it, which imports pydantic: as long as half of an engine's own
@@ -85,6 +85,7 @@ def options_ahead(environment: Mapping[str, str]) -> ChildOptions | None:
         device=device,
         device_bytes=device_bytes,
         step_tokens=step_tokens,
+        start=start_folder(Path(said("STATE_DIR")) if said("STATE_DIR") else None, worker_id),
     )
 
 

@@ -48,8 +48,15 @@ class ChildOptions:
     """Note compiled kernels, so that they can be written down (``Precomputed.record_kernels``)."""
     witness: bool = False
     """Its arena lies elsewhere, to tell addresses in graphs from all else (``GraphWays``)."""
-    module: str = "pilotlight.worker.engine_child.child"
+    start: Path | None = None
+    """A folder for what a GPU's next start can begin with, before Python does (``engine_main``)."""
+    module: str = "pilotlight.worker.engine_main"
     """The child's program."""
+
+
+def start_folder(state_dir: Path | None, worker_id: str) -> Path | None:
+    """Where a worker's engine finds what its start can begin with; None: nothing is kept."""
+    return None if state_dir is None else state_dir / "starts" / worker_id
 
 
 def prepared(
@@ -88,6 +95,9 @@ def prepared(
         *(("--note-kernels",) if options.note_kernels else ()),
         *(("--witness",) if options.witness else ()),
     ]
+    builds = options.record_images or options.note_kernels or options.witness
+    if options.start is not None and options.device is DeviceKind.CUDA and not builds:
+        command += ["--start", str(options.start)]
     output = always.enter_context(open_log(options.log_path))
     how: dict[str, Any] = {
         "pass_fds": (theirs.fileno(), slate_fd),

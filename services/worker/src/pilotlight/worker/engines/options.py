@@ -7,7 +7,7 @@ from pilotlight.common.machine import log_file
 from pilotlight.common.messages.graphs import GraphWays
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.ids import NodeId, WorkerId
-from pilotlight.worker.engines.child_command import ChildOptions
+from pilotlight.worker.engines.child_command import ChildOptions, start_folder
 from pilotlight.worker.settings import WorkerSettings
 
 
@@ -37,6 +37,7 @@ def child_options(settings: WorkerSettings, worker_id: WorkerId) -> ChildOptions
         cuda_devices=(device,) if device else (),
         device_bytes=settings.device_bytes,
         step_tokens=settings.step_tokens,
+        start=start_folder(settings.state_dir, worker_id),
     )
 
 

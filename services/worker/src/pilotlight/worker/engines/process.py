@@ -74,7 +74,7 @@ MAX_EVENTS = 1024
 
 
 class ProcessEngine:
-    """``EngineClient`` whose engine is ``python -m pilotlight.worker.engine_child.child``."""
+    """``EngineClient`` whose engine is ``python -m pilotlight.worker.engine_main``."""
 
     def __init__(
         self,

@@ -1,0 +1,145 @@
+"""Attaching to a start that the library began by itself: what of it is what is wanted now is taken,
+the rest is given back.
+"""
+
+import ctypes
+from contextlib import suppress
+from ctypes import c_char, c_uint64, c_void_p
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pilotlight.native.copier import Copier
+from pilotlight.native.device import Device, DeviceArena
+from pilotlight.native.graphs import OpenArchive
+from pilotlight.native.library import MISUSED, TIMED_OUT, NativeError, library, out
+from pilotlight.native.starting import Begun
+
+STEPS = ("context", "arena", "memory", "archive", "graphs", "pool", "pins")
+"""What is done, in this order; the last two beside the others."""
+WAIT_S = 30.0
+"""A driver that takes longer hangs."""
+
+
+class StartedPool(NamedTuple):
+    """The host pool, mapped, with what is pinned of it."""
+
+    view: memoryview
+    copier: Copier
+    pinned: tuple[int, ...]
+    """Slabs by number."""
+
+
+class NativeStart:
+    """A start, seen by who attaches. Used by one thread at a time, but for ``archive``."""
+
+    def __init__(self, begun: Begun) -> None:
+        """Attaches.
+
+        Raises:
+            NativeUnavailable: there is no library.
+            NativeError: another one than this process uses has begun it.
+        """
+        self._library: Final = library()
+        self.plan: Final = begun.plan
+        self._pointer = begun.pointer
+        if self._library.path != Path(begun.plan.library):
+            raise NativeError(MISUSED, f"{begun.plan.library} is not the library of this release")
+        self.free_bytes = 0
+        """Of the device, when its context was new; 0 until the arena is taken."""
+        self.made = 0
+        """Graphs that were ready when the archive was taken."""
+        self._pool: StartedPool | None = None
+
+    def opened(self) -> None:
+        """Waits for the device's context.
+
+        Raises:
+            TooSlow: the driver hangs.
+            NativeError: there is no driver, or no device.
+        """
+        self._library.call("start_wait", self._pointer, STEPS.index("context"), WAIT_S)
+
+    def arena(self, device: Device) -> DeviceArena:
+        """The arena, with its idle memory.
+
+        Raises:
+            TooSlow: the driver hangs.
+            NativeError: something else is at its addresses, or it was taken.
+        """
+        (place, pointer), (free, free_bytes) = out(c_void_p), out(c_uint64)
+        self._library.call("start_take_arena", self._pointer, place, free, WAIT_S)
+        self.free_bytes = free_bytes()
+        return DeviceArena(device, self.plan.num_bytes, self.plan.address, pointer())
+
+    def archive(self, data: bytes) -> OpenArchive | None:
+        """The archive, with the graphs that are made; None: it is not this one, or was taken."""
+        place, pointer = out(c_void_p)
+        (count, num_graphs), (ready, made) = out(c_uint64), out(c_uint64)
+        with suppress(NativeError):
+            given = data, len(data), place, count, ready
+            self._library.call("start_take_archive", self._pointer, *given)
+            self.made = made()
+            return OpenArchive(pointer(), num_graphs(), self)
+        return None
+
+    def pool(self, device: Device, identity: tuple[int, int, int]) -> StartedPool | None:
+        """The host pool, if it is this file still.
+
+        Args:
+            device: that it is pinned for.
+            identity: the file's device, inode and size.
+        """
+        planned = self.plan.pool
+        if self._pool is not None or planned is None or planned.identity != identity:
+            return None
+        place, pointer = out(c_void_p)
+        (start, address), (count, pinned) = out(c_uint64), out(c_uint64)
+        with suppress(NativeError):
+            self._library.call("start_take_pool", self._pointer, place, start, count)
+            view = _mapping(address(), identity[2])
+            copier = Copier(device, pointer=pointer())
+            self._pool = StartedPool(view, copier, planned.slabs[: pinned()])
+        return self._pool
+
+    @property
+    def copier(self) -> Copier | None:
+        """The pool's, once that was taken."""
+        return None if self._pool is None else self._pool.copier
+
+    @property
+    def took_ms(self) -> dict[str, float]:
+        """When each step was over, in milliseconds since the beginning; those that are not over are
+        left out.
+        """
+        ended = (c_uint64 * len(STEPS))()
+        self._library.get("start_times", self._pointer, ended)
+        return {name: round(ns / 1e6, 1) for name, ns in zip(STEPS, ended, strict=True) if ns}
+
+    def refused(self, step: str) -> str:
+        """Why a step came to nothing; empty: it did not, or is not over."""
+        try:
+            self._library.call("start_wait", self._pointer, STEPS.index(step), 0.0)
+        except NativeError as error:
+            return "" if error.code == TIMED_OUT else str(error)
+        return ""
+
+    def close(self) -> None:
+        """Gives back what was not taken."""
+        if self._pointer:
+            self._library.get("start_end", self._pointer)
+            self._pointer = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _mapping(address: int, num_bytes: int) -> memoryview:
+    """Bytes that are mapped, until nobody sees them any more."""
+
+    class Mapping(ctypes.Array[c_char]):
+        _type_, _length_ = c_char, num_bytes
+
+        def __del__(self) -> None:
+            library().get("start_unmap", address, num_bytes)
+
+    return memoryview(Mapping.from_address(address)).cast("B").toreadonly()

@@ -1,0 +1,27 @@
+"""A start that the library began before Python had imported anything (``start.cpp``): begun here,
+and attached to in ``started``. Imports nothing that takes time.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_void_p
+from typing import Final
+
+from pilotlight.native.plan import NativePlan
+
+
+class Begun:
+    """It goes on in threads of the library's own."""
+
+    def __init__(self, plan: NativePlan) -> None:
+        """Begins.
+
+        Raises:
+            OSError: there is no such library.
+            AttributeError: it is another release's.
+        """
+        self.plan: Final = plan
+        begin: Callable[..., int] = ctypes.CDLL(plan.library).pilotlight_start_begin
+        pointer = c_void_p()
+        begin(ctypes.byref(plan.as_struct()), ctypes.byref(pointer))
+        self.pointer: Final = pointer.value or 0

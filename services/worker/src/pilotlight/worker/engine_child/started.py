@@ -1,0 +1,93 @@
+"""What an engine's process finds done when it has imported everything: the library began it from a
+plan (``engine_main``), and it is taken where it is what this engine would do.
+"""
+
+import sys
+from hashlib import blake2b
+
+import structlog
+import torch
+
+from pilotlight.common.source_digest import release_of
+from pilotlight.engine.cuda import arena
+from pilotlight.native.library import NativeError, NativeUnavailable
+from pilotlight.native.started import NativeStart
+from pilotlight.native.starting import Begun
+from pilotlight.worker.engine_child.environment import driver_version
+from pilotlight.worker.engine_child.host_pool import Identity
+
+log = structlog.get_logger()
+
+
+def layout_hash(device: torch.device) -> str:
+    """Over all that places in an arena, graphs and their kernels depend on, but for the model: of
+    two processes with the same one, the one can go on where the other began.
+
+    Args:
+        device: the engine's.
+    """
+    card = torch.cuda.get_device_properties(device)
+    facts = (
+        release_of("engine"),
+        release_of("native"),
+        sys.version,
+        str(torch.__version__),
+        driver_version(),
+        card.name,
+        str(card.uuid),
+        card.total_memory,
+        arena.ADDRESSES[0],
+        (arena.NUM_SLOTS, arena.SLOT_BYTES, arena.STEPS_BYTES, arena.POOL_BYTES),
+        (arena.CHUNK_BYTES, arena.POOL_CHUNK_BYTES),
+    )
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def attached(begun: Begun) -> NativeStart | None:
+    """What the library has begun, once the device has a context; None: nothing that can be used."""
+    try:
+        start = NativeStart(begun)
+    except (NativeUnavailable, NativeError) as error:
+        _refuse("library", str(error))
+        return None
+    try:
+        start.opened()
+    except NativeError as error:
+        start.close()
+        _refuse("context", str(error))
+        return None
+    return start
+
+
+def checked(start: NativeStart, device: torch.device) -> NativeStart | None:
+    """The same, if it was planned for what is here; None: it was not, and is given back."""
+    if start.plan.layout == layout_hash(device):
+        return start
+    start.close()
+    _refuse("layout", "the plan is of another release, driver or device")
+    return None
+
+
+class StartedPool:
+    """A ``StartedPools`` of one start on one arena."""
+
+    def __init__(self, own: "arena.CudaArena") -> None:
+        self._arena = own
+
+    def pool(self, identity: Identity) -> tuple[memoryview, tuple[int, ...]] | None:
+        """See ``StartedPools``."""
+        started = self._arena.started
+        found = None if started is None else started.pool(self._arena.native, identity)
+        if started is None or found is None:
+            return None
+        log.info(
+            "the host pool was mapped before it was asked for",
+            action="pool_begun",
+            pinned=len(found.pinned),
+            took_ms=started.took_ms,
+        )
+        return found.view, found.pinned
+
+
+def _refuse(field: str, why: str) -> None:
+    log.warning("what was begun is not used", action="start_refused", field=field, why=why)
