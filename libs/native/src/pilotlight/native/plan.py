@@ -118,20 +118,18 @@ class NativePlan:
             said: dict[str, Any] = json.loads(data)
             if said.pop("format") != FORMAT:
                 raise BadPlan("another format")
-            graphs, pool = said.pop("graphs"), said.pop("pool")
+            graphs: dict[str, Any] | None = said.pop("graphs")
+            pool: dict[str, Any] | None = said.pop("pool")
+            if graphs is not None:
+                graphs["sizes"] = tuple(graphs["sizes"])
+            if pool is not None:
+                pool |= {name: tuple(pool[name]) for name in ("identity", "slabs")}
             ranges = tuple((int(start), int(stop)) for start, stop in said.pop("ranges"))
             made = cls(
                 **said,
                 ranges=ranges,
-                graphs=graphs and PlannedGraphs(**{**graphs, "sizes": tuple(graphs["sizes"])}),
-                pool=pool
-                and PlannedPool(
-                    **{
-                        **pool,
-                        "identity": tuple(pool["identity"]),
-                        "slabs": tuple(pool["slabs"]),
-                    }
-                ),
+                graphs=None if graphs is None else PlannedGraphs(**graphs),
+                pool=None if pool is None else PlannedPool(**pool),
             )
             made.as_struct()
         except (ValueError, TypeError, KeyError, AttributeError, ctypes.ArgumentError) as error:

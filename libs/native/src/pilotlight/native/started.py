@@ -2,7 +2,7 @@
 the rest is given back.
 """
 
-import ctypes
+import weakref
 from contextlib import suppress
 from ctypes import c_char, c_uint64, c_void_p
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from pilotlight.native.copier import Copier
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import OpenArchive
-from pilotlight.native.library import MISUSED, TIMED_OUT, NativeError, library, out
+from pilotlight.native.library import MISUSED, NativeError, library, out
 from pilotlight.native.starting import Begun
 
 STEPS = ("context", "arena", "memory", "archive", "graphs", "pool", "pins")
@@ -41,23 +41,24 @@ class NativeStart:
         """
         self._library: Final = library()
         self.plan: Final = begun.plan
-        self._pointer = begun.pointer
+        self._pointer = 0
         if self._library.path != Path(begun.plan.library):
             raise NativeError(MISUSED, f"{begun.plan.library} is not the library of this release")
+        self._pointer = begun.pointer
         self.free_bytes = 0
         """Of the device, when its context was new; 0 until the arena is taken."""
         self.made = 0
         """Graphs that were ready when the archive was taken."""
         self._pool: StartedPool | None = None
 
-    def opened(self) -> None:
-        """Waits for the device's context.
+    def wait(self, step: str) -> None:
+        """Returns when a step is over.
 
         Raises:
             TooSlow: the driver hangs.
-            NativeError: there is no driver, or no device.
+            NativeError: the step came to nothing.
         """
-        self._library.call("start_wait", self._pointer, STEPS.index("context"), WAIT_S)
+        self._library.call("start_wait", self._pointer, STEPS.index(step), WAIT_S)
 
     def arena(self, device: Device) -> DeviceArena:
         """The arena, with its idle memory.
@@ -115,14 +116,6 @@ class NativeStart:
         self._library.get("start_times", self._pointer, ended)
         return {name: round(ns / 1e6, 1) for name, ns in zip(STEPS, ended, strict=True) if ns}
 
-    def refused(self, step: str) -> str:
-        """Why a step came to nothing; empty: it did not, or is not over."""
-        try:
-            self._library.call("start_wait", self._pointer, STEPS.index(step), 0.0)
-        except NativeError as error:
-            return "" if error.code == TIMED_OUT else str(error)
-        return ""
-
     def close(self) -> None:
         """Gives back what was not taken."""
         if self._pointer:
@@ -135,11 +128,6 @@ class NativeStart:
 
 def _mapping(address: int, num_bytes: int) -> memoryview:
     """Bytes that are mapped, until nobody sees them any more."""
-
-    class Mapping(ctypes.Array[c_char]):
-        _type_, _length_ = c_char, num_bytes
-
-        def __del__(self) -> None:
-            library().get("start_unmap", address, num_bytes)
-
-    return memoryview(Mapping.from_address(address)).cast("B").toreadonly()
+    mapped = (c_char * num_bytes).from_address(address)
+    weakref.finalize(mapped, library().get, "start_unmap", address, num_bytes).atexit = False
+    return memoryview(mapped).cast("B").toreadonly()

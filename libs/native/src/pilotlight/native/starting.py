@@ -21,7 +21,12 @@ class Begun:
             AttributeError: it is another release's.
         """
         self.plan: Final = plan
-        begin: Callable[..., int] = ctypes.CDLL(plan.library).pilotlight_start_begin
+        self._library: Final = ctypes.CDLL(plan.library)
+        begin: Callable[..., int] = self._library.pilotlight_start_begin
         pointer = c_void_p()
         begin(ctypes.byref(plan.as_struct()), ctypes.byref(pointer))
         self.pointer: Final = pointer.value or 0
+
+    def end(self) -> None:
+        """Gives everything back; nobody has attached to it."""
+        self._library.pilotlight_start_end(c_void_p(self.pointer))

@@ -74,8 +74,8 @@ class Start {
 
     ~Start() {
         stop_graphs_ = stop_pins_ = true;
-        device_.join();
-        pins_.join();
+        if (device_.joinable()) device_.join();
+        if (pins_.joinable()) pins_.join();
         if (graphs_) pilotlight_archive_close(graphs_);
         if (copier_) pilotlight_copier_close(copier_);
         if (arena_) pilotlight_arena_close(arena_, 1);

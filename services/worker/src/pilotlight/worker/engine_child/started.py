@@ -26,16 +26,14 @@ def layout_hash(device: torch.device) -> str:
     Args:
         device: the engine's.
     """
-    card = torch.cuda.get_device_properties(device)
     facts = (
         release_of("engine"),
         release_of("native"),
         sys.version,
         str(torch.__version__),
         driver_version(),
-        card.name,
-        str(card.uuid),
-        card.total_memory,
+        torch.cuda.get_device_name(device),
+        torch.cuda.mem_get_info(device)[1],
         arena.ADDRESSES[0],
         (arena.NUM_SLOTS, arena.SLOT_BYTES, arena.STEPS_BYTES, arena.POOL_BYTES),
         (arena.CHUNK_BYTES, arena.POOL_CHUNK_BYTES),
@@ -48,10 +46,11 @@ def attached(begun: Begun) -> NativeStart | None:
     try:
         start = NativeStart(begun)
     except (NativeUnavailable, NativeError) as error:
+        begun.end()
         _refuse("library", str(error))
         return None
     try:
-        start.opened()
+        start.wait("context")
     except NativeError as error:
         start.close()
         _refuse("context", str(error))
