@@ -30,7 +30,6 @@ from pilotlight.common.faults import Faults
 from pilotlight.common.logs import write_logs
 from pilotlight.common.messages.codec import FrameBuffer, frame
 from pilotlight.common.messages.engine import CommandFrame, EngineUp, Promote, SpareReady
-from pilotlight.native.starting import Begun
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.shown import EngineStart
 from pilotlight.worker.engine_child.ahead import (
@@ -51,6 +50,7 @@ from pilotlight.worker.engine_child.told import last_words
 if TYPE_CHECKING:
     from pilotlight.engine.device.arena_protocol import Arena
     from pilotlight.native.started import NativeStart
+    from pilotlight.native.starting import Begun
     from pilotlight.worker.engine_child.start_record import StartRecord
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ FAULT_STATUS = 70
 _PR_SET_PDEATHSIG = 1
 
 
-def main(arguments: Sequence[str], begun: Begun | None = None) -> int:
+def main(arguments: Sequence[str], begun: "Begun | None" = None) -> int:
     """Serve one parent until it ends the child or is gone; the exit status.
 
     Args:
@@ -103,7 +103,7 @@ def _serve(
     faults: Faults,
     importing: threading.Thread | None,
     context: threading.Thread | None,
-    begun: Begun | None,
+    begun: "Begun | None",
 ) -> None:
     """Open the device, and be the engine until the parent ends it or is gone.
 
@@ -173,7 +173,6 @@ def _serve(
         Neighbours(clock.monotonic_s, device.peer_memory),
         warm_up=WarmUp(clock, warm_up_meanwhile if later else None),
         record=_record(options.start, device.arena) if later else None,
-        started=device.started,
     )
     up = EngineUp(
         pid=os.getpid(),
@@ -211,7 +210,7 @@ def _record_images() -> None:
         log.warning("no images of kernels", action="images_not_recorded", error=str(error))
 
 
-def _attached(begun: Begun | None) -> "NativeStart | None":
+def _attached(begun: "Begun | None") -> "NativeStart | None":
     if begun is None:
         return None
     from pilotlight.worker.engine_child.started import attached

@@ -5,6 +5,7 @@ Everything that differs between cores and a GPU at a child's start.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -17,7 +18,6 @@ from pilotlight.engine.core.limits import BatchLimits
 from pilotlight.engine.device.arena import ARENA_ADDRESS, CpuArena
 from pilotlight.engine.device.arena_protocol import Arena
 from pilotlight.policy.cluster import DeviceKind
-from pilotlight.worker.engine_child.host_pool import StartedPools
 from pilotlight.worker.engine_child.pins import HeldSlabs, PinnedSlabs, Pins
 from pilotlight.worker.engine_child.warmup import CPU_PROBE, CUDA_PROBE, Probe
 
@@ -73,8 +73,6 @@ class OpenDevice:
     """What it reads of its own memory; 0: not measured."""
     beside_bytes: int = 0
     """As in ``EngineUp``."""
-    started: StartedPools | None = None
-    """Where the host pool may be mapped already."""
 
 
 def open_device(
@@ -141,7 +139,7 @@ def _open_cuda(
     # Only here: it needs the native library, and later triton.
     from pilotlight.engine.cuda.arena import ADDRESSES, WITNESS_ADDRESSES, CudaArena
     from pilotlight.engine.cuda.peers import PeerMemory
-    from pilotlight.worker.engine_child.started import StartedPool, checked
+    from pilotlight.worker.engine_child.started import checked, started_pool
 
     torch.cuda.init()
     device = torch.device("cuda", 0)
@@ -182,9 +180,12 @@ def _open_cuda(
         limits=limits,
         probe=CUDA_PROBE,
         device_bytes=room_bytes,
-        pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes), held_of=_held),
+        pins=Pins(
+            lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes),
+            held_of=_held,
+            begun=partial(started_pool, arena),
+        ),
         peer_memory=PeerMemory(arena.native, device),
-        started=StartedPool(arena) if arena.started is not None else None,
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
         # What is for no models, and not this engine's own either, is there for another one first.
         beside_bytes=max(0, reserved - max(0, free_bytes - reserved - room_bytes)),

@@ -2,20 +2,8 @@
 
 import mmap
 import os
-from typing import Protocol
 
-from pilotlight.worker.engine_child.pins import Pins
-
-Identity = tuple[int, int, int]
-"""A file's device, inode and size."""
-
-
-class StartedPools(Protocol):
-    """Where a pool may be mapped already (``engine_child.started``)."""
-
-    def pool(self, identity: Identity) -> tuple[memoryview, tuple[int, ...]] | None:
-        """All of a pool, and which of its slabs are pinned; None: it is not mapped yet."""
-        ...
+from pilotlight.worker.engine_child.pins import Identity, Pins
 
 
 class HostPool:
@@ -23,14 +11,13 @@ class HostPool:
     file of the same size.
     """
 
-    def __init__(self, pins: Pins | None = None, started: StartedPools | None = None) -> None:
+    def __init__(self, pins: Pins | None = None) -> None:
         """Nothing is mapped yet.
 
         Args:
-            pins: are told when it is another one.
-            started: has it, perhaps.
+            pins: are told when it is another one, and may have it mapped already.
         """
-        self._pins, self._started = pins, started
+        self._pins = pins
         self._view = memoryview(b"")
         self.path = ""
         """Where it was found last, ..."""
@@ -48,7 +35,7 @@ class HostPool:
             status = os.fstat(descriptor)
             identity = (status.st_dev, status.st_ino, status.st_size)
             if self.identity != identity:
-                found = None if self._started is None else self._started.pool(identity)
+                found = None if self._pins is None else self._pins.begun(identity)
                 whole = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if found is None else None
                 view, pinned = found or (memoryview(whole or b""), ())
                 self._view, self.identity = view, identity

@@ -42,7 +42,6 @@ from pilotlight.policy.ids import InstanceId, RequestId
 from pilotlight.policy.phase import Moment
 from pilotlight.policy.request import FinishReason, Promise, RequestKey, Sampling, Vocabulary
 from pilotlight.worker.engine_child.ahead import IdleWork, WarmUp
-from pilotlight.worker.engine_child.host_pool import StartedPools
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
@@ -112,11 +111,11 @@ class ChildLoop:
         neighbours: Neighbours | None = None,
         warm_up: WarmUp | None = None,
         record: "StartRecord | None" = None,
-        started: StartedPools | None = None,
     ) -> None:
         self._warm_up = warm_up or WarmUp(clock)
-        self._record = record
-        self._for_later = IdleWork(clock, self._prepare)
+        self._for_later = IdleWork(
+            clock, lambda: (record is not None and record.write(self._loads)) or engine.prepare()
+        )
         work = (lambda: False) if pins is None else pins.pin_ahead
         self._pin_ahead = IdleWork(clock, work, again_s=LOOK_S)
         self._connection = connection
@@ -125,7 +124,7 @@ class ChildLoop:
         self._faults = faults
         self._inbox = Inbox(connection)
         self._phases = PhaseRecorder(clock, "worker", "engine")
-        self._loads = StageLoads(engine, clock, faults, self._phases, pins, started)
+        self._loads = StageLoads(engine, clock, faults, self._phases, pins)
         self._neighbours = neighbours or Neighbours(clock.monotonic_s)
         self._kv = self._neighbours.kv
         self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, told_of)
@@ -188,10 +187,6 @@ class ChildLoop:
             steps = self._engine.has_work and not self._engine.rest_s
             if (steps or self._refused) and not self._ended:
                 self._step()
-
-    def _prepare(self) -> bool:
-        kept = self._record is not None and self._record.write(self._loads)
-        return kept or self._engine.prepare()
 
     def _idle_s(self) -> float | None:
         if self._copying and self._parts:

@@ -31,6 +31,10 @@ at worst, by 8 bytes each: a gigabyte of tables for so much, and an engine keeps
 its device's memory for itself."""
 
 
+Identity = tuple[int, int, int]
+"""Of a pool's file: its device, its inode, its size."""
+
+
 class PinnedSlabs(Protocol):
     """``engine.cuda.stream.PinnedSlabs``."""
 
@@ -71,6 +75,7 @@ class Pins:
         slab_bytes: int = SLAB_BYTES,
         held_of: Callable[[memoryview, int], HeldSlabs | None] | None = None,
         most_ahead_bytes: int = MOST_AHEAD_BYTES,
+        begun: Callable[[Identity], tuple[memoryview, tuple[int, ...]] | None] = lambda _: None,
     ) -> None:
         """Nothing is pinned yet.
 
@@ -80,7 +85,10 @@ class Pins:
             held_of: which of them hold models; None where that is not known, as of a pool that
                 cannot be read. Then nothing is pinned but what was loaded from.
             most_ahead_bytes: as ``MOST_AHEAD_BYTES``.
+            begun: gives a pool that is mapped already, all of it, and which of its slabs are
+                pinned; None: it is not.
         """
+        self.begun = begun
         self._slabs_of = slabs_of
         self._held_of = held_of
         self._slab_bytes = slab_bytes

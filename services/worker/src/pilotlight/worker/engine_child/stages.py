@@ -21,7 +21,7 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.worker.engine_child.graphs import GraphPlans
-from pilotlight.worker.engine_child.host_pool import HostPool, StartedPools
+from pilotlight.worker.engine_child.host_pool import HostPool
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kernels import KernelPlans
 from pilotlight.worker.engine_child.pins import Pins
@@ -88,7 +88,6 @@ class StageLoads:
         faults: Faults,
         phases: PhaseRecorder,
         pins: Pins | None = None,
-        started: StartedPools | None = None,
     ) -> None:
         self._pins = pins
         self._engine = engine
@@ -99,7 +98,7 @@ class StageLoads:
         self.restoring = Restoring()
         self.graphs = GraphPlans()
         self.kernels = KernelPlans()
-        self.pool = HostPool(pins, started)
+        self.pool = HostPool(pins)
         self.placed_from: list[tuple[int, int]] = []
         """[start, stop) of the pool, of each part of the stage that was loaded last."""
 
