@@ -60,13 +60,11 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 EVENTS = {
     "workers_planned": "planned_ms",
     "engine_started": "up_ms",
-    "pool_begun": "mapped_ms",
     "graphs_begun": "attached_ms",
 }
 """Lines of logs, and what the first one of a round is called."""
-BEGAN = ("pool_begun", "graphs_begun")
 TOOK = {"libraries_s": "libraries_ms", "context_s": "context_ms"}
-BEGUN = {"ready": "graphs_begun", "pinned": "slabs_begun"}
+BEGUN = {"ready": "graphs_begun"}
 """What the library had done by itself when the engine asked for it."""
 REST_S = 1.0
 """An engine that has this long nothing to do has planned the next start."""
@@ -122,7 +120,7 @@ def timeline(lines: Iterator[dict[str, Any]], began_s: float, wall_offset_s: flo
         at_s = datetime.fromisoformat(line["timestamp"]).timestamp() - wall_offset_s
         row[name] = min(row.get(name, float("inf")), (at_s - began_s) * 1e3)
         row |= {TOOK[key]: 1e3 * line[key] for key in TOOK if key in line}
-        row |= {BEGUN[key]: line[key] for key in BEGUN if key in line and str(action) in BEGAN}
+        row |= {BEGUN[key]: line[key] for key in BEGUN if key in line}
     return row
 
 

@@ -3,20 +3,17 @@ somebody attaches, what is not what he needs is not taken, and all of the rest g
 """
 
 import ctypes
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 from fake_cuda import MIB, FakeCuda, fake_cuda
 from graph_archives import ImageMaker, form_notes
 from graph_driver import Driver, device_of_the_fake
 
-from pilotlight.native.copier import Copy
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import GraphArchive, add_image, dump_graphs
 from pilotlight.native.library import NativeError, library
@@ -26,7 +23,6 @@ from pilotlight.native.plan import (
     BadPlan,
     NativePlan,
     PlannedGraphs,
-    PlannedPool,
     kept_plan,
     taken_plan,
 )
@@ -34,7 +30,6 @@ from pilotlight.native.started import STEPS, NativeStart
 from pilotlight.native.starting import Begun
 
 ADDRESS, ARENA_BYTES, CHUNK = 0x6200_0000_0000, 64 * MIB, 4 * MIB
-SLAB = MIB
 POINTER_AND_WORD = struct.Struct("<QQ")
 _names = count()
 
@@ -44,7 +39,6 @@ class Rig:
     fake: FakeCuda
     plan: NativePlan
     archive: bytes
-    pool: bytes
 
     def device(self) -> Device:
         return Device(0, self.fake.path)
@@ -57,9 +51,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     with device_of_the_fake(ADDRESS, ARENA_BYTES) as (driver, _, arena):
         archive = archive_of(driver, arena)
     (tmp_path / "graphs").write_bytes(archive)
-    pool = os.urandom(6 * SLAB)
-    (tmp_path / "pool").write_bytes(pool)
-    status = (tmp_path / "pool").stat()
     yield Rig(
         fake,
         NativePlan(
@@ -68,23 +59,15 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
             driver=fake.path,
             address=ADDRESS,
             num_bytes=ARENA_BYTES,
-            ranges=((0, 10 * MIB), (20 * MIB, 24 * MIB)),
-            chunk_bytes=CHUNK,
+            ranges=((0, 10 * MIB, CHUNK), (20 * MIB, 24 * MIB, CHUNK // 2)),
             graphs=PlannedGraphs(
                 path=str(tmp_path / "graphs"),
                 size_bytes=len(archive),
                 digest=digest_of(archive),
                 sizes=(8, 1),
             ),
-            pool=PlannedPool(
-                path=str(tmp_path / "pool"),
-                identity=(status.st_dev, status.st_ino, status.st_size),
-                slab_bytes=SLAB,
-                slabs=(4, 1, 2),
-            ),
         ),
         archive,
-        pool,
     )
     fake.reset()
 
@@ -125,7 +108,8 @@ def test_all_that_was_planned_is_there(rig: Rig) -> None:
     assert start.free_bytes == 4096 * MIB
 
     before = {name: rig.fake.calls(name) for name in ("cuMemCreate", "cuMemMap")}
-    arena.back_all([(0, 10 * MIB), (20 * MIB, 24 * MIB)], CHUNK)
+    arena.back(0, 10 * MIB, CHUNK)
+    arena.back(20 * MIB, 24 * MIB, CHUNK // 2)
     assert {name: rig.fake.calls(name) for name in before} == before, "it is mapped where it is"
 
     opened = start.archive(rig.archive)
@@ -140,26 +124,8 @@ def test_all_that_was_planned_is_there(rig: Rig) -> None:
     archive.launch(16)
     archive.close()
 
-    planned = rig.plan.pool
-    assert planned is not None
-    pool = start.pool(device, planned.identity)
-    assert pool is not None
-    assert pool.pinned == (4, 1, 2)
-    assert rig.fake.registered >= 3
-    assert bytes(pool.view) == rig.pool
-    source = address_of(pool.view)
-    ticket = pool.copier.submit([Copy(source + 4 * SLAB, arena.address, 4096)])
-    pool.copier.wait_done(ticket)
-    assert ctypes.string_at(arena.address, 4096) == rig.pool[4 * SLAB : 4 * SLAB + 4096]
-    assert pool.copier.counts.direct_bytes == 4096
-    assert start.copier is pool.copier
-    pool.copier.close()
     arena.close()
     start.close()
-
-
-def address_of(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def test_what_nobody_takes_goes(rig: Rig) -> None:
@@ -172,12 +138,11 @@ def test_what_nobody_takes_goes(rig: Rig) -> None:
     assert rig.fake.reserved == reserved
 
 
-def test_another_archive_or_pool_is_not_taken(rig: Rig) -> None:
+def test_another_archive_is_not_taken(rig: Rig) -> None:
     start = NativeStart(Begun(rig.plan))
     device = rig.device()
     assert start.archive(rig.archive[:-1] + b"x") is None
     assert start.archive(rig.archive + b"x") is None
-    assert start.pool(device, (1, 2, 6 * SLAB)) is None
     arena = start.arena(device)
     assert start.archive(rig.archive) is not None, "the right one is"
     assert start.archive(rig.archive) is None, "once"
@@ -209,17 +174,6 @@ def test_an_archive_that_is_not_what_was_planned_is_not_opened(
     arena.close()
 
 
-def test_a_pool_that_is_another_file_is_not_mapped(rig: Rig) -> None:
-    assert rig.plan.pool is not None
-    pool = replace(rig.plan.pool, identity=(0, 0, 6 * SLAB))
-    start = NativeStart(Begun(replace(rig.plan, pool=pool)))
-    over(start, "graphs")
-    with pytest.raises(NativeError, match="another file"):
-        over(start, "pool")
-    assert start.pool(rig.device(), (0, 0, 6 * SLAB)) is None
-    start.close()
-
-
 def test_a_flipped_byte_is_found_before_the_driver_sees_it(rig: Rig) -> None:
     assert rig.plan.graphs is not None
     path = Path(rig.plan.graphs.path)
@@ -228,7 +182,8 @@ def test_a_flipped_byte_is_found_before_the_driver_sees_it(rig: Rig) -> None:
     path.write_bytes(data)
     loads = rig.fake.calls("cuModuleLoadData")
     start = NativeStart(Begun(rig.plan))
-    over(start, "pins")
+    with pytest.raises(NativeError, match="another digest"):
+        over(start, "graphs")
     assert start.archive(bytes(data)) is None
     assert rig.fake.calls("cuModuleLoadData") == loads
     start.close()
@@ -242,7 +197,6 @@ def test_a_flipped_byte_is_found_before_the_driver_sees_it(rig: Rig) -> None:
         ("cuMemCreate", "memory"),
         ("cuModuleLoadData", "graphs"),
         ("cuGraphInstantiate", "graphs"),
-        ("cuMemHostAlloc", "pool"),
     ],
 )
 def test_a_driver_that_refuses_ends_that_step_alone(rig: Rig, function: str, step: str) -> None:
@@ -274,7 +228,7 @@ def test_a_start_that_goes_at_once_leaves_nothing(rig: Rig) -> None:
 
 
 def test_plans_come_back_as_they_were(rig: Rig) -> None:
-    for plan in (rig.plan, replace(rig.plan, graphs=None), replace(rig.plan, pool=None)):
+    for plan in (rig.plan, replace(rig.plan, graphs=None)):
         assert NativePlan.from_json(plan.as_json()) == plan
 
 

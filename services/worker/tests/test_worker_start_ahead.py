@@ -1,6 +1,5 @@
 """What an engine's process begins before it imports anything, and what one keeps for the next."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,8 +9,6 @@ from pilotlight.native.library import library
 from pilotlight.native.plan import PLAN, TRYING, NativePlan
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.worker import engine_main
-from pilotlight.worker.engine_child.host_pool import HostPool
-from pilotlight.worker.engine_child.pins import Pins
 from pilotlight.worker.engines.child_command import ChildOptions, start_folder
 
 
@@ -23,7 +20,6 @@ def plan(**fields: object) -> NativePlan:
         "address": 1 << 40,
         "num_bytes": 1 << 21,
         "ranges": (),
-        "chunk_bytes": 1 << 21,
         **fields,
     }
     return NativePlan(**facts)  # pyright: ignore[reportArgumentType]
@@ -119,48 +115,3 @@ def test_builds_and_cores_begin_nothing(tmp_path: Path) -> None:
     for build in ("record_images", "note_kernels", "witness"):
         assert "--start" not in command(**cuda, **{build: True})
     assert start_folder(None, "w0") is None
-
-
-class Slabs:
-    def __init__(self) -> None:
-        self.adopted: tuple[int, ...] = ()
-        self.asked: list[int] = []
-
-    def adopt(self, pinned: object) -> None:
-        self.adopted = tuple(pinned)  # pyright: ignore[reportArgumentType]
-
-    def pin_next(self, wanted: object = ()) -> bool:
-        self.asked += list(wanted)  # pyright: ignore[reportArgumentType]
-        return True
-
-    def close(self) -> None: ...
-
-
-def test_a_pool_that_is_mapped_already_is_read_there(tmp_path: Path) -> None:
-    path = tmp_path / "pool"
-    path.write_bytes(b"x" * 400)
-    there = memoryview(b"y" * 400)
-    slabs, asked = Slabs(), list[tuple[int, int, int]]()
-
-    def begun(identity: tuple[int, int, int]) -> tuple[memoryview, tuple[int, ...]] | None:
-        asked.append(identity)
-        return (there, (0, 2)) if len(asked) == 1 else None
-
-    pins = Pins(lambda pool, slab_bytes: slabs, slab_bytes=100, begun=begun)
-    pool = HostPool(pins)
-    assert pool.mapped(str(path)) is there
-    status = path.stat()
-    assert asked == [(status.st_dev, status.st_ino, 400)]
-    assert slabs.adopted == (0, 2)
-    pins.want(0, 300)
-    while pins.waiting:
-        pins.pin_one()
-    assert slabs.asked == [100], "the others are pinned already"
-    assert pool.mapped(str(path)) is there, "it is the same file"
-    assert len(asked) == 1
-
-    other = tmp_path / "other"
-    other.write_bytes(b"z" * 400)
-    os.replace(other, path)
-    assert bytes(pool.mapped(str(path))) == b"z" * 400
-    assert len(asked) == 2

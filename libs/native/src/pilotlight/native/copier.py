@@ -9,8 +9,14 @@ from typing import NamedTuple
 
 from pilotlight.native.device import Device
 from pilotlight.native.library import out
-from pilotlight.native.plan import DEPTH, NUM_MOVERS, NUM_STREAMS, UNIT_BYTES
 
+SLAB_BYTES = 16 << 20
+DEPTH = 2
+"""Units of ``SLAB_BYTES`` that are on their way at once, at most: what else wants the bus waits for
+no more."""
+NUM_STREAMS = 2
+NUM_MOVERS = 8
+"""Threads that fill slabs, where memory is not pinned."""
 DEADLINE_S = 60.0
 PLAIN, BACKGROUND, ALONE = range(3)
 """How an order is carried out, as the library knows it."""
@@ -44,11 +50,10 @@ class Copier:
         self,
         device: Device,
         *,
-        slab_bytes: int = UNIT_BYTES,
+        slab_bytes: int = SLAB_BYTES,
         depth: int = DEPTH,
         num_streams: int = NUM_STREAMS,
         num_movers: int = NUM_MOVERS,
-        pointer: int = 0,
     ) -> None:
         """Starts its thread.
 
@@ -58,17 +63,16 @@ class Copier:
             depth: units that are on their way at once, at most.
             num_streams: of the device, that units take turns on; one more is for the background.
             num_movers: threads that fill slabs, where memory is not pinned.
-            pointer: to the library's own copier, which runs already.
 
         Raises:
             NativeError: the driver gives no streams or no pinned memory.
         """
         self._library = device.library
-        place, copier = out(c_void_p)
-        if not pointer:
-            how = slab_bytes, depth, num_streams, num_movers
-            self._library.call("copier_open", device.context, *how, place)
-        self._pointer = pointer or copier()
+        pointer, copier = out(c_void_p)
+        self._library.call(
+            "copier_open", device.context, slab_bytes, depth, num_streams, num_movers, pointer
+        )
+        self._pointer = copier()
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Makes memory of the host one that the device reads directly; whole pages, which stay

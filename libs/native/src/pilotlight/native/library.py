@@ -114,9 +114,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (c_void_p, c_char_p, c_uint64, POINTER(c_void_p), _U64, _U64),
     ),
-    "start_take_pool": (c_int, (c_void_p, POINTER(c_void_p), _U64, _U64)),
     "start_times": (None, (c_void_p, _U64)),
-    "start_unmap": (None, (c_uint64, c_uint64)),
     "start_end": (None, (c_void_p,)),
     "await_words": (c_int, (c_void_p, c_uint64, c_int, c_double)),
     "read_open": (

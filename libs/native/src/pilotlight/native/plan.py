@@ -17,13 +17,6 @@ MOST_BYTES = 1 << 20
 """Of a plan's file."""
 PLAN, TRYING = "start.json", "start.trying.json"
 """A plan, and one whose process is not up yet: if it never is, the next one does without."""
-UNIT_BYTES = 16 << 20
-DEPTH = 2
-"""Units of ``UNIT_BYTES`` that a copier has on their way at once, at most: what else wants the bus
-waits for no more."""
-NUM_STREAMS = 2
-NUM_MOVERS = 8
-"""Threads that fill units, where memory is not pinned."""
 _NUMBERS = POINTER(c_uint64)
 
 
@@ -40,37 +33,13 @@ class StartPlan(ctypes.Structure):
         ("num_bytes", c_uint64),
         ("ranges", _NUMBERS),
         ("num_ranges", c_uint64),
-        ("chunk_bytes", c_uint64),
         ("archive", c_char_p),
         ("archive_bytes", c_uint64),
         ("digest", ctypes.c_uint8 * DIGEST_BYTES),
         ("sizes", _NUMBERS),
         ("num_sizes", c_uint64),
-        ("pool", c_char_p),
-        ("pool_device", c_uint64),
-        ("pool_inode", c_uint64),
-        ("pool_bytes", c_uint64),
-        ("slab_bytes", c_uint64),
-        ("slabs", _NUMBERS),
-        ("num_slabs", c_uint64),
-        ("unit_bytes", c_uint64),
-        ("depth", c_int),
-        ("num_streams", c_int),
-        ("num_movers", c_int),
         ("ordinal", c_int),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedPool:
-    """A host pool, and what of it is to be pinned."""
-
-    path: str
-    identity: tuple[int, int, int]
-    """Its device, its inode, its size."""
-    slab_bytes: int
-    slabs: tuple[int, ...]
-    """In this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +66,9 @@ class NativePlan:
     address: int
     """Of the arena, ..."""
     num_bytes: int
-    ranges: tuple[tuple[int, int], ...]
-    """... and what of it has memory, [start, stop) in order."""
-    chunk_bytes: int
+    ranges: tuple[tuple[int, int, int], ...]
+    """... and what of it has memory: [start, stop) in order, and how long a chunk is at most."""
     graphs: PlannedGraphs | None = None
-    pool: PlannedPool | None = None
 
     def as_json(self) -> bytes:
         """As ``from_json`` takes it."""
@@ -119,17 +86,15 @@ class NativePlan:
             if said.pop("format") != FORMAT:
                 raise BadPlan("another format")
             graphs: dict[str, Any] | None = said.pop("graphs")
-            pool: dict[str, Any] | None = said.pop("pool")
             if graphs is not None:
                 graphs["sizes"] = tuple(graphs["sizes"])
-            if pool is not None:
-                pool |= {name: tuple(pool[name]) for name in ("identity", "slabs")}
-            ranges = tuple((int(start), int(stop)) for start, stop in said.pop("ranges"))
+            ranges = tuple(
+                (int(start), int(stop), int(chunk)) for start, stop, chunk in said.pop("ranges")
+            )
             made = cls(
                 **said,
                 ranges=ranges,
                 graphs=None if graphs is None else PlannedGraphs(**graphs),
-                pool=None if pool is None else PlannedPool(**pool),
             )
             made.as_struct()
         except (ValueError, TypeError, KeyError, AttributeError, ctypes.ArgumentError) as error:
@@ -145,11 +110,6 @@ class NativePlan:
             num_bytes=self.num_bytes,
             ranges=_array(bounds),
             num_ranges=len(self.ranges),
-            chunk_bytes=self.chunk_bytes,
-            unit_bytes=UNIT_BYTES,
-            depth=DEPTH,
-            num_streams=NUM_STREAMS,
-            num_movers=NUM_MOVERS,
         )
         if (graphs := self.graphs) is not None:
             digest = bytes.fromhex(graphs.digest)
@@ -158,11 +118,6 @@ class NativePlan:
             made.archive, made.archive_bytes = graphs.path.encode(), graphs.size_bytes
             made.digest = (ctypes.c_uint8 * DIGEST_BYTES)(*digest)
             made.sizes, made.num_sizes = _array(graphs.sizes), len(graphs.sizes)
-        if (pool := self.pool) is not None:
-            made.pool = pool.path.encode()
-            made.pool_device, made.pool_inode, made.pool_bytes = pool.identity
-            made.slab_bytes = pool.slab_bytes
-            made.slabs, made.num_slabs = _array(pool.slabs), len(pool.slabs)
         return made
 
 

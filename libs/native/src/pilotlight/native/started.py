@@ -2,31 +2,20 @@
 the rest is given back.
 """
 
-import weakref
 from contextlib import suppress
-from ctypes import c_char, c_uint64, c_void_p
+from ctypes import c_uint64, c_void_p
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-from pilotlight.native.copier import Copier
 from pilotlight.native.device import Device, DeviceArena
 from pilotlight.native.graphs import OpenArchive
 from pilotlight.native.library import MISUSED, NativeError, library, out
 from pilotlight.native.starting import Begun
 
-STEPS = ("context", "arena", "memory", "archive", "graphs", "pool", "pins")
-"""What is done, in this order; the last two beside the others."""
+STEPS = ("context", "arena", "memory", "archive", "graphs")
+"""What is done, in this order."""
 WAIT_S = 30.0
 """A driver that takes longer hangs."""
-
-
-class StartedPool(NamedTuple):
-    """The host pool, mapped, with what is pinned of it."""
-
-    view: memoryview
-    copier: Copier
-    pinned: tuple[int, ...]
-    """Slabs by number."""
 
 
 class NativeStart:
@@ -49,7 +38,6 @@ class NativeStart:
         """Of the device, when its context was new; 0 until the arena is taken."""
         self.made = 0
         """Graphs that were ready when the archive was taken."""
-        self._pool: StartedPool | None = None
 
     def wait(self, step: str) -> None:
         """Returns when a step is over.
@@ -83,30 +71,6 @@ class NativeStart:
             return OpenArchive(pointer(), num_graphs(), self)
         return None
 
-    def pool(self, device: Device, identity: tuple[int, int, int]) -> StartedPool | None:
-        """The host pool, if it is this file still.
-
-        Args:
-            device: that it is pinned for.
-            identity: the file's device, inode and size.
-        """
-        planned = self.plan.pool
-        if self._pool is not None or planned is None or planned.identity != identity:
-            return None
-        place, pointer = out(c_void_p)
-        (start, address), (count, pinned) = out(c_uint64), out(c_uint64)
-        with suppress(NativeError):
-            self._library.call("start_take_pool", self._pointer, place, start, count)
-            view = _mapping(address(), identity[2])
-            copier = Copier(device, pointer=pointer())
-            self._pool = StartedPool(view, copier, planned.slabs[: pinned()])
-        return self._pool
-
-    @property
-    def copier(self) -> Copier | None:
-        """The pool's, once that was taken."""
-        return None if self._pool is None else self._pool.copier
-
     @property
     def took_ms(self) -> dict[str, float]:
         """When each step was over, in milliseconds since the beginning; those that are not over are
@@ -124,10 +88,3 @@ class NativeStart:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _mapping(address: int, num_bytes: int) -> memoryview:
-    """Bytes that are mapped, until nobody sees them any more."""
-    mapped = (c_char * num_bytes).from_address(address)
-    weakref.finalize(mapped, library().get, "start_unmap", address, num_bytes).atexit = False
-    return memoryview(mapped).cast("B").toreadonly()

@@ -119,7 +119,7 @@ class CudaArena:
         )
         """Gives no memory itself: the graph pools that come and go belong to its group."""
         self.started = started if taken else None
-        """See ``native.started``: graphs for these addresses, and the host pool."""
+        """See ``native.started``: graphs for these addresses."""
         self._streamer: Streamer | None = None
         self.lending = CudaLending(self)
         """See ``Arena.lending``."""
@@ -128,8 +128,7 @@ class CudaArena:
     def copier(self) -> Streamer:
         """What brings parameters there; its thread starts with the first use."""
         if self._streamer is None:
-            started = None if self.started is None else self.started.copier
-            self._streamer = Streamer(self.native, self.device, copier=started)
+            self._streamer = Streamer(self.native, self.device)
         return self._streamer
 
     @property

@@ -39,12 +39,7 @@ class Streamer:
     """
 
     def __init__(
-        self,
-        native: Device,
-        device: torch.device,
-        *,
-        num_movers: int | None = None,
-        copier: Copier | None = None,
+        self, native: Device, device: torch.device, *, num_movers: int | None = None
     ) -> None:
         """Starts the copying thread.
 
@@ -52,14 +47,13 @@ class Streamer:
             native: the device by its driver.
             device: the same, by torch.
             num_movers: threads that fill the ring; as the library does, if not given.
-            copier: one that runs already.
 
         Raises:
             EngineFailed: the driver gives no streams or no pinned memory.
         """
         self._device = device
         try:
-            self._copier = copier or (
+            self._copier = (
                 Copier(native) if num_movers is None else Copier(native, num_movers=num_movers)
             )
         except NativeError as error:
@@ -248,10 +242,6 @@ class PinnedSlabs:
         ]
         self._slab_bytes = slab_bytes
         self._pinned = set[int]()
-
-    def adopt(self, pinned: Iterable[int]) -> None:
-        """These slabs are pinned already, by the streamer's own copier."""
-        self._pinned.update(pinned)
 
     def pin_next(self, wanted: Iterable[int] = ()) -> bool:
         """Pins one more slab: the first that holds one of the wanted offsets in the pool, or else

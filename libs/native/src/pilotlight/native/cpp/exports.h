@@ -6,7 +6,6 @@
 namespace pilotlight {
 class Arena;
 class Archive;
-class Copier;
 }  // namespace pilotlight
 
 extern "C" {
@@ -23,8 +22,5 @@ std::uint64_t pilotlight_archive_tag(pilotlight::Archive *archive, std::uint32_t
 int pilotlight_archive_load(pilotlight::Archive *archive, std::uint32_t number);
 int pilotlight_archive_advance(pilotlight::Archive *archive, std::uint32_t number, CUstream stream, std::uint64_t *left);
 void pilotlight_archive_close(pilotlight::Archive *archive);
-int pilotlight_copier_open(CUcontext context, std::uint64_t slab_bytes, int depth, int streams, int movers, pilotlight::Copier **copier);
-int pilotlight_copier_pin(pilotlight::Copier *copier, std::uint64_t start, std::uint64_t bytes);
-void pilotlight_copier_close(pilotlight::Copier *copier);
 void pilotlight_blake3(const std::uint8_t *data, std::uint64_t bytes, std::uint8_t *digest);
 }

@@ -1,13 +1,12 @@
-// What a process that becomes an engine does of its first start while Python imports, in two threads from its first milliseconds on.
+// What a process that becomes an engine does of its first start while Python imports, in a thread from its first milliseconds on.
 //
-//     device   [ driver, context )[ addresses )[ memory )[ archive )[ first graph )[ graph )...
-//     pool                        [ mapped, streams )[ slab )[ slab )...
+//     [ driver, context )[ addresses )[ memory )[ archive )[ kernels, graph )[ kernels, graph )...
 //
 // What is done is what the process before this one had in the end (the plan). Who attaches later says what it needs; a thing is handed over
-// once, and only if it is that: an arena by its addresses, an archive by all of its bytes, a pool by its file. The rest is given back.
+// once, and only if it is that: an arena by its addresses, an archive by all of its bytes. The rest is given back.
+//
+// The host pool is not pinned here: the system's lock on the process's addresses that this takes makes imports a third of a second longer.
 #include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,24 +32,19 @@ namespace pilotlight {
 struct StartPlan {
     const char *driver;
     std::uint64_t address, bytes;        // of the arena
-    const std::uint64_t *ranges;         // [start, stop) of it that get memory
-    std::uint64_t num_ranges, chunk_bytes;
+    const std::uint64_t *ranges;         // (start, stop, longest chunk) of what of it gets memory
+    std::uint64_t num_ranges;
     const char *archive;                 // a file; null: there is none
     std::uint64_t archive_bytes;
     std::uint8_t digest[BLAKE3_OUT_LEN];
     const std::uint64_t *sizes;          // of graphs, in the order in which they are made
     std::uint64_t num_sizes;
-    const char *pool;                    // a file; null: there is none
-    std::uint64_t pool_device, pool_inode, pool_bytes, slab_bytes;
-    const std::uint64_t *slabs;          // that are pinned, in order
-    std::uint64_t num_slabs;
-    std::uint64_t unit_bytes;            // the copier's, as are the rest
-    int depth, num_streams, num_movers, ordinal;
+    int ordinal;
 };
 
 namespace {
 
-enum Step { CONTEXT, ARENA, MEMORY, ARCHIVE, GRAPHS, POOL, PINS, NUM_STEPS };
+enum Step { CONTEXT, ARENA, MEMORY, ARCHIVE, GRAPHS, NUM_STEPS };
 constexpr int NOT_YET = 1 << 30;
 
 std::uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
@@ -64,22 +58,17 @@ int system_error(const char *what, const std::string &path) { return fail(MISUSE
 class Start {
   public:
     explicit Start(const StartPlan &plan)
-        : plan_(plan), driver_(plan.driver), archive_(plan.archive ? plan.archive : ""), pool_(plan.pool ? plan.pool : ""),
-          ranges_(copied(plan.ranges, 2 * plan.num_ranges)), sizes_(copied(plan.sizes, plan.num_sizes)),
-          slabs_(copied(plan.slabs, plan.num_slabs)), begun_ns_(now_ns()) {
+        : plan_(plan), driver_(plan.driver), archive_(plan.archive ? plan.archive : ""), ranges_(copied(plan.ranges, 3 * plan.num_ranges)),
+          sizes_(copied(plan.sizes, plan.num_sizes)), begun_ns_(now_ns()) {
         results_.fill(NOT_YET);
-        device_ = std::thread([this] { prepare_device(); });
-        pins_ = std::thread([this] { prepare_pool(); });
+        thread_ = std::thread([this] { work(); });
     }
 
     ~Start() {
-        stop_graphs_ = stop_pins_ = true;
-        if (device_.joinable()) device_.join();
-        if (pins_.joinable()) pins_.join();
+        stop_ = true;
+        if (thread_.joinable()) thread_.join();
         if (graphs_) pilotlight_archive_close(graphs_);
-        if (copier_) pilotlight_copier_close(copier_);
         if (arena_) pilotlight_arena_close(arena_, 1);
-        if (mapped_) munmap(mapped_, plan_.pool_bytes);
     }
 
     // What became of a step; TIMED_OUT: nothing yet.
@@ -101,25 +90,13 @@ class Start {
 
     // Makes no more graphs; those that are made are the archive's.
     int take_archive(const char *bytes, std::uint64_t size, Archive **archive, std::uint64_t *num_graphs, std::uint64_t *made) {
-        stop_graphs_ = true;
-        if (device_.joinable()) device_.join();
+        stop_ = true;
+        if (thread_.joinable()) thread_.join();
         if (!graphs_) return fail(MISUSED, "there is no archive, or it was taken");
         if (size != bytes_.size() || std::memcmp(bytes, bytes_.data(), size)) return fail(MISUSED, "the archive is another one");
         std::swap(*archive = nullptr, graphs_);
         *num_graphs = num_graphs_;
         *made = made_;
-        return OK;
-    }
-
-    // Pins no more. The mapping stays for as long as the process.
-    int take_pool(Copier **copier, std::uint64_t *address, std::uint64_t *pinned) {
-        stop_pins_ = true;
-        if (pins_.joinable()) pins_.join();
-        if (!copier_) return fail(MISUSED, "there is no pool, or it was taken");
-        std::swap(*copier = nullptr, copier_);
-        *address = reinterpret_cast<std::uint64_t>(mapped_);
-        *pinned = pinned_;
-        mapped_ = nullptr;
         return OK;
     }
 
@@ -140,21 +117,13 @@ class Start {
         return result;
     }
 
-    void prepare_device() {
+    void work() {
         int failed = ended(CONTEXT, open_context());
         failed = ended(ARENA, failed ? failed : open_arena());
         // From here on the arena may be taken; one without memory serves, too, and graphs need only its addresses.
         ended(MEMORY, failed ? failed : lay_memory_by());
         failed = ended(ARCHIVE, failed ? failed : open_archive());
         ended(GRAPHS, failed ? failed : make_graphs());
-    }
-
-    void prepare_pool() {
-        int failed = wait(CONTEXT, 60.0);
-        if (!failed) failed = map_pool();
-        if (!failed) failed = pilotlight_copier_open(context_, plan_.unit_bytes, plan_.depth, plan_.num_streams, plan_.num_movers, &copier_);
-        if (!ended(POOL, failed)) failed = pin_slabs();
-        ended(PINS, failed);
     }
 
     int open_context() {
@@ -169,11 +138,14 @@ class Start {
     // Memory that lies where it will be used, idle: whoever backs those places asks the driver for nothing.
     int lay_memory_by() {
         std::uint64_t bytes = 0;
-        for (std::size_t range = 0; range < ranges_.size(); range += 2) bytes += ranges_[range + 1] - ranges_[range];
-        if (!bytes) return OK;
+        for (std::size_t range = 0; range < ranges_.size(); range += 3) bytes += ranges_[range + 1] - ranges_[range];
         arena_->keep(bytes);
-        if (int failed = pilotlight_arena_back(arena_, ranges_.data(), ranges_.size() / 2, plan_.chunk_bytes)) return failed;
-        return pilotlight_arena_unback(arena_, ranges_.data(), ranges_.size() / 2);
+        for (std::size_t range = 0; range < ranges_.size(); range += 3)
+            if (int failed = pilotlight_arena_back(arena_, &ranges_[range], 1, ranges_[range + 2])) return failed;
+        for (std::size_t range = 0; range < ranges_.size(); range += 3)
+            if (int failed = pilotlight_arena_unback(arena_, &ranges_[range], 1)) return failed;
+        laid_by_ = true;
+        return OK;
     }
 
     int open_archive() {
@@ -193,79 +165,62 @@ class Start {
         return pilotlight_archive_open(context_, bytes_.data(), size, plan_.address, &graphs_, &num_graphs_);
     }
 
-    // Of a graph that copies within the device the driver wants to see the memory, which is not there: only its kernels are loaded.
+    // Of a graph that copies or clears memory the driver wants to see that: where it is not there, only kernels are loaded.
     int make_graphs() {
         for (std::uint64_t size : sizes_) {
             std::uint32_t number = 0;
             while (number < num_graphs_ && pilotlight_archive_tag(graphs_, number) != size) number++;
-            if (number == num_graphs_) continue;
-            const bool whole = computes_only(number);
-            if (!whole && !stop_graphs_)
-                if (int failed = pilotlight_archive_load(graphs_, number)) return failed;
-            for (std::uint64_t left = whole; left;) {
-                if (stop_graphs_) return OK;
+            if (number == num_graphs_ || stop_) continue;
+            if (int failed = pilotlight_archive_load(graphs_, number)) return failed;
+            if (!finds_memory(number)) continue;
+            for (std::uint64_t left = 1; left && !stop_;)
                 if (int failed = pilotlight_archive_advance(graphs_, number, nullptr, &left)) return failed;
-            }
-            made_ += whole;
-            if (stop_graphs_) return OK;
+            if (!stop_) made_++;
         }
         return OK;
     }
 
-    // Whether a graph has kernels alone.
-    bool computes_only(std::uint32_t number) const {
+    // Whether all that a graph copies or clears lies in planned memory.
+    bool finds_memory(std::uint32_t number) const {
         Header header{};
         std::memcpy(&header, bytes_.data(), sizeof header);
         const GraphEntry &entry = reinterpret_cast<const GraphEntry *>(bytes_.data() + header.graphs)[number];
         auto *nodes = reinterpret_cast<const NodeEntry *>(bytes_.data() + entry.nodes);
-        return std::all_of(nodes, nodes + entry.num_nodes, [](const NodeEntry &node) { return node.type == KERNEL || node.type == EMPTY; });
+        return std::all_of(nodes, nodes + entry.num_nodes, [&](const NodeEntry &node) {
+            if (node.type == KERNEL || node.type == EMPTY) return true;
+            const char *params = bytes_.data() + entry.parameters + node.params;
+            for (std::uint32_t place = 0; place + 8 <= node.param_bytes; place += 8) {
+                std::uint64_t word = 0;
+                std::memcpy(&word, params + place, sizeof word);
+                if (word - plan_.address < plan_.bytes && !is_planned(word - plan_.address)) return false;
+            }
+            return laid_by_;
+        });
     }
 
-    int map_pool() {
-        if (pool_.empty()) return fail(MISUSED, "the plan has no pool");
-        int file = open(pool_.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-        if (file < 0) return system_error("no pool", pool_);
-        struct stat status {};
-        const bool same = !fstat(file, &status) && status.st_dev == plan_.pool_device && status.st_ino == plan_.pool_inode &&
-                          static_cast<std::uint64_t>(status.st_size) == plan_.pool_bytes;
-        void *mapped = same ? mmap(nullptr, plan_.pool_bytes, PROT_READ, MAP_SHARED, file, 0) : MAP_FAILED;
-        close(file);
-        if (!same) return fail(MISUSED, "the pool is another file");
-        if (mapped == MAP_FAILED) return system_error("the pool cannot be mapped", pool_);
-        mapped_ = mapped;
-        return OK;
-    }
-
-    int pin_slabs() {
-        for (std::uint64_t slab : slabs_) {
-            const std::uint64_t first = slab * plan_.slab_bytes;
-            if (stop_pins_) return OK;
-            if (first >= plan_.pool_bytes) return fail(MISUSED, "the pool has no slab " + std::to_string(slab));
-            const std::uint64_t bytes = std::min(plan_.slab_bytes, plan_.pool_bytes - first);
-            if (int failed = pilotlight_copier_pin(copier_, reinterpret_cast<std::uint64_t>(mapped_) + first, bytes)) return failed;
-            pinned_++;
-        }
-        return OK;
+    bool is_planned(std::uint64_t offset) const {
+        for (std::size_t range = 0; range < ranges_.size(); range += 3)
+            if (ranges_[range] <= offset && offset < ranges_[range + 1]) return true;
+        return false;
     }
 
     const StartPlan plan_;
-    const std::string driver_, archive_, pool_;
-    const std::vector<std::uint64_t> ranges_, sizes_, slabs_;
+    const std::string driver_, archive_;
+    const std::vector<std::uint64_t> ranges_, sizes_;
     const std::uint64_t begun_ns_;
     CUcontext context_ = nullptr;
     Arena *arena_ = nullptr;
     Archive *graphs_ = nullptr;
-    Copier *copier_ = nullptr;
-    void *mapped_ = nullptr;
+    bool laid_by_ = false;
     std::vector<char> bytes_;  // the archive's, which reads them for as long as it is open
-    std::uint64_t free_bytes_ = 0, num_graphs_ = 0, made_ = 0, pinned_ = 0;
-    std::atomic<bool> stop_graphs_{false}, stop_pins_{false};
+    std::uint64_t free_bytes_ = 0, num_graphs_ = 0, made_ = 0;
+    std::atomic<bool> stop_{false};
     std::mutex lock_;
     std::condition_variable changed_;
     std::array<int, NUM_STEPS> results_{};
     std::array<std::uint64_t, NUM_STEPS> ended_ns_{};
     std::array<std::string, NUM_STEPS> why_;
-    std::thread device_, pins_;
+    std::thread thread_;
 };
 
 }  // namespace pilotlight
@@ -285,9 +240,5 @@ PILOTLIGHT_EXPORT int pilotlight_start_take_archive(Start *start, const char *by
                                                     std::uint64_t *num_graphs, std::uint64_t *made) {
     return start->take_archive(bytes, size, archive, num_graphs, made);
 }
-PILOTLIGHT_EXPORT int pilotlight_start_take_pool(Start *start, Copier **copier, std::uint64_t *address, std::uint64_t *pinned) {
-    return start->take_pool(copier, address, pinned);
-}
-PILOTLIGHT_EXPORT void pilotlight_start_unmap(std::uint64_t address, std::uint64_t bytes) { munmap(reinterpret_cast<void *>(address), bytes); }
 PILOTLIGHT_EXPORT void pilotlight_start_times(Start *start, std::uint64_t *ended_ns) { start->times(ended_ns); }
 PILOTLIGHT_EXPORT void pilotlight_start_end(Start *start) { delete start; }

@@ -5,7 +5,6 @@ Everything that differs between cores and a GPU at a child's start.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -139,7 +138,7 @@ def _open_cuda(
     # Only here: it needs the native library, and later triton.
     from pilotlight.engine.cuda.arena import ADDRESSES, WITNESS_ADDRESSES, CudaArena
     from pilotlight.engine.cuda.peers import PeerMemory
-    from pilotlight.worker.engine_child.started import checked, started_pool
+    from pilotlight.worker.engine_child.started import checked
 
     torch.cuda.init()
     device = torch.device("cuda", 0)
@@ -180,11 +179,7 @@ def _open_cuda(
         limits=limits,
         probe=CUDA_PROBE,
         device_bytes=room_bytes,
-        pins=Pins(
-            lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes),
-            held_of=_held,
-            begun=partial(started_pool, arena),
-        ),
+        pins=Pins(lambda pool, slab_bytes: _slabs(arena, pool, slab_bytes), held_of=_held),
         peer_memory=PeerMemory(arena.native, device),
         memory_bytes_per_s=_memory_bytes_per_s(device, clock),
         # What is for no models, and not this engine's own either, is there for another one first.

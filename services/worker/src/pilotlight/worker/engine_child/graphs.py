@@ -52,8 +52,8 @@ class _Restored:
     """Parts that are in place before it triggers kernels; none: nothing triggers any."""
     archive: "ArchiveFile | None" = None
     """Of the whole model's graphs, where their kernels come from images, ..."""
-    sizes: tuple[int, ...] = ()
-    """... which graphs it has, ..."""
+    layout: GraphLayout | None = None
+    """... how they lie, ..."""
     uses_before: Mapping[int, int] = field(default_factory=dict[int, int])
     """... and how often each was used before."""
     told_uses: dict[int, int] = field(default_factory=dict[int, int])
@@ -142,12 +142,14 @@ class GraphPlans:
         or it was taken.
         """
         one = self._restored.get(instance_id)
-        if one is None or one.archive is None or one.plan.memory is None:
+        if one is None or one.archive is None or one.layout is None or one.plan.memory is None:
             return None
         archive, one.archive = one.archive, None
         uses = Counter(one.uses_before) + Counter(one.plan.uses)
-        sizes = sorted(one.sizes, key=lambda size: (-uses[size], size))
-        return RestoredArchive(archive.blob, archive.data, tuple(sizes), one.plan.memory)
+        sizes = sorted(one.layout.digests, key=lambda size: (-uses[size], size))
+        return RestoredArchive(
+            archive.blob, archive.data, tuple(sizes), one.plan.memory, one.layout.pool_bytes
+        )
 
     def rename(self, old_id: InstanceId, new_id: InstanceId) -> None:
         """The stage is another instance's from now on."""
@@ -196,7 +198,7 @@ class GraphPlans:
         if archive is not None and whole and command.precomputed.ways == GraphWays():
             restored = self._restored[command.instance_id]
             restored.archive, restored.uses_before = archive, command.precomputed.uses
-            restored.sizes = tuple(artifact.graphs.digests) if artifact.graphs else ()
+            restored.layout = artifact.graphs
         return made
 
 
@@ -309,6 +311,8 @@ class RestoredArchive:
     """Of its graphs, those first that were used most."""
     memory: "StageMemory"
     """Of the stage."""
+    pool_bytes: int
+    """Of the graph pool, what its graphs use."""
 
 
 class ArchiveFile:

@@ -10,7 +10,7 @@ Nothing is pinned by an engine that has not loaded anything: a first start waits
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
@@ -31,16 +31,8 @@ at worst, by 8 bytes each: a gigabyte of tables for so much, and an engine keeps
 its device's memory for itself."""
 
 
-Identity = tuple[int, int, int]
-"""Of a pool's file: its device, its inode, its size."""
-
-
 class PinnedSlabs(Protocol):
     """``engine.cuda.stream.PinnedSlabs``."""
-
-    def adopt(self, pinned: Iterable[int]) -> None:
-        """These slabs are pinned already."""
-        ...
 
     def pin_next(self, wanted: Iterable[int] = ()) -> bool:
         """Pins the slab of the first of these offsets whose slab is not pinned yet."""
@@ -75,7 +67,6 @@ class Pins:
         slab_bytes: int = SLAB_BYTES,
         held_of: Callable[[memoryview, int], HeldSlabs | None] | None = None,
         most_ahead_bytes: int = MOST_AHEAD_BYTES,
-        begun: Callable[[Identity], tuple[memoryview, tuple[int, ...]] | None] = lambda _: None,
     ) -> None:
         """Nothing is pinned yet.
 
@@ -85,10 +76,7 @@ class Pins:
             held_of: which of them hold models; None where that is not known, as of a pool that
                 cannot be read. Then nothing is pinned but what was loaded from.
             most_ahead_bytes: as ``MOST_AHEAD_BYTES``.
-            begun: gives a pool that is mapped already, all of it, and which of its slabs are
-                pinned; None: it is not.
         """
-        self.begun = begun
         self._slabs_of = slabs_of
         self._held_of = held_of
         self._slab_bytes = slab_bytes
@@ -107,20 +95,13 @@ class Pins:
         self._told = False  # That all that is occupied is pinned.
         self._refused = False
 
-    def moved(self, pool: memoryview, pinned: Collection[int] = ()) -> None:
-        """The pool is another file from now on; what lies in the old one is read no more.
-
-        Args:
-            pool: all of it.
-            pinned: slabs of it that are so already.
-        """
+    def moved(self, pool: memoryview) -> None:
+        """The pool is another file from now on; what lies in the old one is read no more."""
         if self._slabs is not None:
             self._slabs.close()
         self._slabs = None if self._refused else self._slabs_of(pool, self._slab_bytes)
-        if self._slabs is not None and pinned:
-            self._slabs.adopt(pinned)
         self._pool, self._held, self._blind = pool, None, self._held_of is None
-        self._pinned = set(pinned)
+        self._pinned.clear()
         self._wanted.clear()
         self._ahead.clear()
         self._changes, self._told = None, False

@@ -2,10 +2,12 @@
 took.
 """
 
+import mmap
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -21,7 +23,6 @@ from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype, ModelSpec, Stage
 from pilotlight.policy.phase import Phase, PhaseName
 from pilotlight.worker.engine_child.graphs import GraphPlans
-from pilotlight.worker.engine_child.host_pool import HostPool
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kernels import KernelPlans
 from pilotlight.worker.engine_child.pins import Pins
@@ -67,7 +68,7 @@ class LoadingEngine(Protocol):
 @dataclass(slots=True, kw_only=True)
 class _Load:
     room: StageRoom
-    pool: memoryview
+    pool: mmap.mmap
     delayed: bool = False
     grows: bool = False
     """The stage is held already, and gets a longer range."""
@@ -75,7 +76,6 @@ class _Load:
     """Of its parts, what came from the device of a neighbour, ..."""
     pool_bytes: int = 0
     """... and what from the host pool."""
-    placed_from: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 class StageLoads:
@@ -98,9 +98,7 @@ class StageLoads:
         self.restoring = Restoring()
         self.graphs = GraphPlans()
         self.kernels = KernelPlans()
-        self.pool = HostPool(pins)
-        self.placed_from: list[tuple[int, int]] = []
-        """[start, stop) of the pool, of each part of the stage that was loaded last."""
+        self._pool: tuple[tuple[int, int, int], mmap.mmap] | None = None
 
     def __contains__(self, instance_id: InstanceId) -> bool:
         return instance_id in self._loads
@@ -128,7 +126,7 @@ class StageLoads:
             OSError: the pool cannot be mapped.
             RestoreFailed: its artifact does not fit what is here.
         """
-        pool, instance_id = self.pool.mapped(command.pool_path), command.instance_id
+        pool, instance_id = self._map(command.pool_path), command.instance_id
         model = command.model
         room = self._engine.begin_load(
             command.instance_id,
@@ -158,7 +156,7 @@ class StageLoads:
             EngineError: the engine cannot hold it, or the stage cannot grow now.
             OSError: the pool cannot be mapped.
         """
-        pool = self.pool.mapped(command.pool_path)
+        pool = self._map(command.pool_path)
         room = self._engine.extend(
             command.instance_id, command.stage, command.device_bytes, shorter=command.shorter
         )
@@ -224,10 +222,8 @@ class StageLoads:
         if load.grows:
             _count(load, command, placed)
         if self._pins is not None and command.tensors:
-            start = min(place.offset for place in command.tensors)
-            stop = max(place.offset + place.size_bytes for place in command.tensors)
-            self._pins.want(start, stop)
-            load.placed_from.append((start, stop))
+            ends = [place.offset + place.size_bytes for place in command.tensors]
+            self._pins.want(min(place.offset for place in command.tensors), max(ends))
         end_s = self._clock.monotonic_s()
         self._phases.record(instance_id, PhaseName.LOAD, start_s, end_s - placed.convert_s)
         if placed.convert_s > 0:
@@ -236,7 +232,6 @@ class StageLoads:
             return True
         recorded = self.graphs.loaded(instance_id)
         del self._loads[instance_id]
-        self.placed_from = load.placed_from
         phases = tuple(self._phases.take(instance_id).phases)
         return StageLoaded(
             instance_id=instance_id,
@@ -252,6 +247,23 @@ class StageLoads:
         self.restoring.drop(instance_id)
         self.graphs.drop(instance_id)
         self.kernels.drop(instance_id)
+
+    def _map(self, path: str) -> mmap.mmap:
+        """The pool, read-only.
+
+        The mapping is kept from load to load, as long as it is the same file of the same size.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            if self._pool is None or self._pool[0] != identity:
+                self._pool = (identity, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+                if self._pins is not None:
+                    self._pins.moved(memoryview(self._pool[1]))
+        finally:
+            os.close(descriptor)
+        return self._pool[1]
 
 
 def pause_blocking(seconds: float) -> None:
@@ -277,19 +289,20 @@ def _count(load: _Load, command: PlacePart, placed: PlacedPart) -> None:
         )
 
 
-def _sources(pool: memoryview, command: PlacePart) -> dict[str, Source]:
+def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
+    view = memoryview(pool)
     sources: dict[str, Source] = {}
     for place in command.tensors:
         end = place.offset + place.size_bytes
-        if not 0 <= place.offset <= end <= len(pool):
+        if not 0 <= place.offset <= end <= len(view):
             raise BadCheckpoint(
-                f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(pool)} bytes"
+                f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes"
             )
-        sources[place.name] = (place.dtype, place.shape, pool[place.offset : end])
+        sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
     return sources
 
 
-def _early(pool: memoryview, parts: Sequence[PlacePart]) -> dict[int, dict[str, Source]]:
+def _early(pool: mmap.mmap, parts: Sequence[PlacePart]) -> dict[int, dict[str, Source]]:
     """Those that can be read; of the others it is said when they are placed."""
     found: dict[int, dict[str, Source]] = {}
     for one in parts:
@@ -299,7 +312,7 @@ def _early(pool: memoryview, parts: Sequence[PlacePart]) -> dict[int, dict[str, 
 
 
 def _behind(
-    pool: memoryview, instance_id: InstanceId, command: PlacePart | None
+    pool: mmap.mmap, instance_id: InstanceId, command: PlacePart | None
 ) -> tuple[int, Mapping[str, Source]] | None:
     """A part of the same stage; None where it is of another one, or cannot be read."""
     if command is None or command.instance_id != instance_id:

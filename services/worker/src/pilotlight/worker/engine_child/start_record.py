@@ -18,17 +18,15 @@ from pathlib import Path
 import structlog
 
 from pilotlight.engine.core.extents import Extent
-from pilotlight.engine.cuda.arena import CHUNK_BYTES, CudaArena
+from pilotlight.engine.cuda.arena import CHUNK_BYTES, POOL_CHUNK_BYTES, CudaArena
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.native.device import LIBCUDA
 from pilotlight.native.plan import (
     PLAN,
     NativePlan,
     PlannedGraphs,
-    PlannedPool,
     kept_plan,
 )
-from pilotlight.worker.engine_child.pins import SLAB_BYTES
 from pilotlight.worker.engine_child.stages import StageLoads
 
 log = structlog.get_logger()
@@ -65,7 +63,7 @@ class StartRecord:
     def _keep(self) -> bool:
         """The plan that this process had is as good for the next one, once it is carried out."""
         started = self._arena.started
-        over = started is not None and {"graphs", "pins"} <= started.took_ms.keys()
+        over = started is not None and "graphs" in started.took_ms
         if not self._tried or not over:
             return False
         self._tried = False
@@ -86,15 +84,13 @@ class StartRecord:
             driver=LIBCUDA,
             address=self._arena.address,
             num_bytes=self._arena.native_arena.num_bytes,
-            ranges=tuple((one.start, one.stop) for one in _parameters(found.memory)),
-            chunk_bytes=CHUNK_BYTES,
+            ranges=_ranges(found.memory, found.pool_bytes),
             graphs=PlannedGraphs(
                 path=str(self._folder / f"{ARCHIVE}{found.blob.digest}"),
                 size_bytes=found.blob.size_bytes,
                 digest=found.blob.digest,
                 sizes=found.sizes,
             ),
-            pool=_pool(loads),
         )
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder.chmod(0o700)
@@ -110,28 +106,24 @@ class StartRecord:
         return True
 
 
-def _parameters(memory: StageMemory) -> list[Extent]:
-    """Where a stage's parameters lie in the arena, as they were asked for."""
+def _ranges(memory: StageMemory, pool_bytes: int) -> tuple[tuple[int, int, int], ...]:
+    """What of a stage has memory from its beginning to its end, as it is asked for: its parameters,
+    what its steps read and write, and what graphs do.
+    """
     runs: list[Extent] = []
     for part in memory.parts:
         extent = memory.extent(part)
         if runs and runs[-1].stop == extent.start:
             extent = Extent(runs.pop().start, extent.stop)
         runs.append(extent)
-    return runs
-
-
-def _pool(loads: StageLoads) -> PlannedPool | None:
-    if not loads.pool.path or not loads.placed_from:
-        return None
-    slabs: dict[int, None] = {}
-    for start, stop in loads.placed_from:
-        slabs |= dict.fromkeys(range(start // SLAB_BYTES, -(-stop // SLAB_BYTES)))
-    return PlannedPool(
-        path=loads.pool.path,
-        identity=loads.pool.identity,
-        slab_bytes=SLAB_BYTES,
-        slabs=tuple(slabs),
+    arena = memory.arena
+    pool_stop = (memory.slot_number + 1) * arena.slot_bytes
+    steps, pool = pool_stop - arena.pool_bytes - arena.steps_bytes, pool_stop - arena.pool_bytes
+    chunks = -(-pool_bytes // POOL_CHUNK_BYTES)
+    return (
+        *((one.start, one.stop, CHUNK_BYTES) for one in runs),
+        (steps, steps + memory.steps_bytes, CHUNK_BYTES),
+        (pool, pool + chunks * POOL_CHUNK_BYTES, POOL_CHUNK_BYTES),
     )
 
 

@@ -14,7 +14,6 @@ from pilotlight.native.library import NativeError, NativeUnavailable
 from pilotlight.native.started import NativeStart
 from pilotlight.native.starting import Begun
 from pilotlight.worker.engine_child.environment import driver_version
-from pilotlight.worker.engine_child.pins import Identity
 
 log = structlog.get_logger()
 
@@ -65,25 +64,6 @@ def checked(start: NativeStart, device: torch.device) -> NativeStart | None:
     start.close()
     _refuse("layout", "the plan is of another release, driver or device")
     return None
-
-
-def started_pool(
-    own: "arena.CudaArena", identity: Identity
-) -> tuple[memoryview, tuple[int, ...]] | None:
-    """The host pool, mapped and pinned before it was asked for: all of it, and which slabs are
-    pinned; None: it is not.
-
-    Args:
-        own: the engine's arena.
-        identity: of the pool's file.
-    """
-    started = own.started
-    found = None if started is None else started.pool(own.native, identity)
-    if started is None or found is None:
-        return None
-    took = {"pinned": len(found.pinned), "took_ms": started.took_ms}
-    log.info("the host pool was mapped before it was asked for", action="pool_begun", **took)
-    return found.view, found.pinned
 
 
 def _refuse(field: str, why: str) -> None:
