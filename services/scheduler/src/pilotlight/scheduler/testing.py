@@ -29,7 +29,14 @@ from pilotlight.common.messages.reports import (
     loader_report_subject,
     worker_report_subject,
 )
-from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
+from pilotlight.common.messages.room import (
+    GRANT_SETTLED_SUBJECT,
+    GrantSettled,
+    Release,
+    Released,
+    Reserve,
+    Reserved,
+)
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
@@ -86,6 +93,13 @@ class Rig:
         default_factory=dict[WorkerId, PilotlightError]
     )
     """Workers on which the cache refuses room, and how."""
+    promises: bool = False
+    """The cache promises room where it may; ``settle`` says what becomes of that."""
+    remembers: bool = True
+    """It knows a grant when it is asked for it again."""
+    grants: dict[tuple[InstanceId, WorkerId, int], GrantId] = field(
+        default_factory=dict[tuple[InstanceId, WorkerId, int], GrantId]
+    )
     answers_from: int = 0
     """The cache answers nobody until it was asked so often."""
     incarnation: str = "a"
@@ -136,7 +150,9 @@ class Rig:
     async def on_reserve(self, ask: Reserve) -> Reserved:
         """The cache grants what is asked for, or refuses it."""
         self.reserved.append(ask)
-        grant_id = GrantId(f"grant-{len(self.reserved)}")
+        fresh, stage = GrantId(f"grant-{len(self.reserved)}"), (ask.instance_id, ask.worker_id)
+        known = self.grants if self.remembers else {}
+        grant_id = known.setdefault((*stage, ask.generation), fresh)
         await self._note()
         await self.until(lambda: len(self.reserved) >= self.answers_from)
         refusal = self.full.get(ask.worker_id, self.refusal)
@@ -145,7 +161,20 @@ class Rig:
         return Reserved(
             grant_id=grant_id,
             evicted_instances=(InstanceId("evicted"),),
+            written=not (self.promises and ask.promise),
         )
+
+    async def settle(self, grant_id: str, *, code: str = "", ask: int = -1) -> None:
+        """The cache says what became of a promise: of the last one, or of another ``ask``."""
+        asked = self.reserved[ask]
+        settled = GrantSettled(
+            grant_id=GrantId(grant_id),
+            instance_id=asked.instance_id,
+            worker_id=asked.worker_id,
+            code=code,
+            message="it says why" if code else "",
+        )
+        await self.bus.publish(GRANT_SETTLED_SUBJECT, settled)
 
     async def on_release(self, ask: Release) -> Released:
         """The cache takes a grant back."""
