@@ -21,6 +21,7 @@ from pilotlight.common.errors import (
 )
 from pilotlight.common.ids import new_decision_id, new_instance_id
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
+from pilotlight.common.waiting import Begun
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
 from pilotlight.policy.ids import Digest, Generation, InstanceId, WorkerId
@@ -160,7 +161,10 @@ class Starter:
         rooms: list[Room] = []
         is_known = may_be_written = False
         try:
-            answers = await self._reserve(order, instance)
+            asking = Begun(self._reserve(order, instance))
+            # While the cache is at it.
+            inputs = inputs_of(order.model, order.seen, place)
+            answers = asking.result() if asking.ended else await asking
             for placement, answer in answers:
                 if isinstance(answer, Room):
                     rooms.append(answer)
@@ -189,7 +193,7 @@ class Starter:
                     )
                     record = replace(record, instance=instance, tentative=False)
                     cold_start = self._cold_start_of(record, order)
-                    decision = _started(instance, order, rooms, places, place)
+                    decision = _started(instance, order, rooms, places, inputs)
                     try:
                         await self.repository.start(instance, decision, cold_start)
                     except (DatabaseUnavailable, asyncio.CancelledError):
@@ -207,9 +211,9 @@ class Starter:
                         return refusal
                     self.book.joined(record)
                 is_known = True
-                self.publisher.publish(instance)
-                self.metrics.decided("cold_start", "started")
                 await self._command(record, cold_start)
+            self.publisher.publish(instance)
+            self.metrics.decided("cold_start", "started")
         finally:
             if not is_known:
                 self.book.remove(instance.instance_id)
@@ -262,12 +266,12 @@ class Starter:
         return None
 
     async def _command(self, record: Record, cold_start: ColdStart) -> None:
-        self.cold_starts.open(cold_start)
         start_s = self.clock.monotonic_s()
         instance = record.instance
         await self.teller.dispatch(
             instance, self.book, self.effects.nodes(), alone=self.pressing.has_one
         )
+        self.cold_starts.open(cold_start)
         self.cold_starts.dispatched(
             instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s()
         )
@@ -314,7 +318,11 @@ def _refusal(order: StartOrder, placement: Placement, error: PilotlightError) ->
 
 
 def _started(
-    instance: Instance, order: StartOrder, rooms: list[Room], places: Joined, place: str
+    instance: Instance,
+    order: StartOrder,
+    rooms: list[Room],
+    places: Joined,
+    inputs: dict[str, Any],
 ) -> Decision:
     """The decision of a start.
 
@@ -323,7 +331,7 @@ def _started(
         order: As control gave it.
         rooms: Of its stages.
         places: In the chains of its model.
-        place: In the decision log.
+        inputs: What it was made from.
     """
     choice, grants = order.choice, [one.answer for one in rooms]
     outcome: dict[str, Any] = {
@@ -342,7 +350,7 @@ def _started(
         model=instance.model,
         instance_id=instance.instance_id,
         epoch=instance.epoch,
-        inputs=inputs_of(order.model, order.seen, place),
+        inputs=inputs,
         outcome=outcome,
         reasons=(
             instance.reason,
