@@ -40,7 +40,7 @@ from pilotlight.common.messages.room import (
     Reserved,
 )
 from pilotlight.common.service import Background
-from pilotlight.common.waiting import Begun
+from pilotlight.common.waiting import Begun, pause
 from pilotlight.policy.cluster import Tier
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId
@@ -216,7 +216,9 @@ class RoomMaker:
         failure = None
         try:
             adding = Begun(self._rows.add(added))
-            # The worker gives a newcomer room by itself; this way it has begun.
+            # The statement is sent before anything else is done, ...
+            await pause(0.0)
+            # ... and the worker gives a newcomer room by itself; this way it has begun.
             with suppress(BusUnavailable):
                 await self._lender.follow(grant.worker_id)
             await adding
