@@ -163,7 +163,7 @@ class Starter:
         try:
             asking = Begun(self._reserve(order, instance))
             # While the cache is at it.
-            inputs = inputs_of(order.model, order.seen, place)
+            planned = _planned(instance, order, place)
             answers = asking.result() if asking.ended else await asking
             for placement, answer in answers:
                 if isinstance(answer, Room):
@@ -193,7 +193,7 @@ class Starter:
                     )
                     record = replace(record, instance=instance, tentative=False)
                     cold_start = self._cold_start_of(record, order)
-                    decision = _started(instance, order, rooms, places, inputs)
+                    decision = _started(planned, rooms, places)
                     try:
                         await self.repository.start(instance, decision, cold_start)
                     except (DatabaseUnavailable, asyncio.CancelledError):
@@ -317,26 +317,38 @@ def _refusal(order: StartOrder, placement: Placement, error: PilotlightError) ->
     )
 
 
-def _started(
-    instance: Instance,
-    order: StartOrder,
-    rooms: list[Room],
-    places: Joined,
-    inputs: dict[str, Any],
-) -> Decision:
-    """The decision of a start.
+def _planned(instance: Instance, order: StartOrder, place: str) -> Decision:
+    """The decision of a start, before there is room for it.
 
     Args:
         instance: What starts.
         order: As control gave it.
+        place: In the decision log.
+    """
+    choice = order.choice
+    return Decision(
+        decision_id=instance.decision_id,
+        kind="cold_start",
+        model=instance.model,
+        instance_id=instance.instance_id,
+        epoch=instance.epoch,
+        inputs=inputs_of(order.model, order.seen, place),
+        outcome={"instance_id": instance.instance_id, **outcome_of(choice)},
+        reasons=(instance.reason, choice.reason, *rejections(choice.rejected)),
+    )
+
+
+def _started(planned: Decision, rooms: list[Room], places: Joined) -> Decision:
+    """The same, with what came of it.
+
+    Args:
+        planned: As it was before.
         rooms: Of its stages.
         places: In the chains of its model.
-        inputs: What it was made from.
     """
-    choice, grants = order.choice, [one.answer for one in rooms]
+    grants = [one.answer for one in rooms]
     outcome: dict[str, Any] = {
-        "instance_id": instance.instance_id,
-        **outcome_of(choice),
+        **planned.outcome,
         "evicted_instances": [
             instance_id for grant in grants for instance_id in grant.evicted_instances
         ],
@@ -344,18 +356,5 @@ def _started(
         PROMISED: [grant.grant_id for grant in grants if not grant.written],
         "chains": to_row_json(places.chains),
     }
-    return Decision(
-        decision_id=instance.decision_id,
-        kind="cold_start",
-        model=instance.model,
-        instance_id=instance.instance_id,
-        epoch=instance.epoch,
-        inputs=inputs,
-        outcome=outcome,
-        reasons=(
-            instance.reason,
-            choice.reason,
-            *places.reasons,
-            *rejections(choice.rejected),
-        ),
-    )
+    why, chosen, *rejected = planned.reasons
+    return replace(planned, outcome=outcome, reasons=(why, chosen, *places.reasons, *rejected))
