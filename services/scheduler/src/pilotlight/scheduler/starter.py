@@ -211,8 +211,9 @@ class Starter:
                         return refusal
                     self.book.joined(record)
                 is_known = True
+                # Not behind the commands: a turn may have changed it by then.
+                self.publisher.publish(instance)
                 await self._command(record, cold_start)
-            self.publisher.publish(instance)
             self.metrics.decided("cold_start", "started")
         finally:
             if not is_known:
@@ -266,12 +267,12 @@ class Starter:
         return None
 
     async def _command(self, record: Record, cold_start: ColdStart) -> None:
+        self.cold_starts.open(cold_start)
         start_s = self.clock.monotonic_s()
         instance = record.instance
         await self.teller.dispatch(
             instance, self.book, self.effects.nodes(), alone=self.pressing.has_one
         )
-        self.cold_starts.open(cold_start)
         self.cold_starts.dispatched(
             instance.instance_id, cold_start.demand_seen_s, start_s, self.clock.monotonic_s()
         )
