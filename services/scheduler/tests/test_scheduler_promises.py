@@ -9,7 +9,12 @@ from sqlalchemy import delete, func, insert, select, update
 
 from pilotlight.common.db import tables
 from pilotlight.common.errors import DatabaseUnavailable, NoRoom, NotLeader, TransientError
-from pilotlight.common.messages.room import GrantSettled, Reserve, Reserved
+from pilotlight.common.messages.room import (
+    GRANT_SETTLED_SUBJECT,
+    GrantSettled,
+    Reserve,
+    Reserved,
+)
 from pilotlight.common.testing import until
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, WorkerId
 from pilotlight.policy.plan import InstanceState
@@ -33,6 +38,19 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """That word is lost."""
     monkeypatch.setattr(room, "SETTLED_S", 0.01)
+
+
+async def settle(rig: Rig, grant_id: str, *, code: str = "", ask: int = -1) -> None:
+    """The cache says what became of a promise: of the last one, or of another ``ask``."""
+    asked = rig.reserved[ask]
+    settled = GrantSettled(
+        grant_id=GrantId(grant_id),
+        instance_id=asked.instance_id,
+        worker_id=asked.worker_id,
+        code=code,
+        message="it says why" if code else "",
+    )
+    await rig.bus.publish(GRANT_SETTLED_SUBJECT, settled)
 
 
 async def row_of(rig: Rig, state: str) -> Any:
@@ -69,7 +87,7 @@ async def test_a_promised_start_is_commanded_when_both_rows_are_there(
 ) -> None:
     instance_id = await written_and_promised(rig)
     for _ in range(2):
-        await rig.settle("grant-1")
+        await settle(rig, "grant-1")
     await rig.ordered(instance_id)
     assert (await rig.shown_as(S.FETCHING)).placements[0].grant_id == "grant-1"
     (decision,) = await rig.rows(select(tables.decisions.c.outcome))
@@ -86,7 +104,7 @@ async def test_a_start_whose_promise_is_not_written_fails_and_is_tried_anew(
 ) -> None:
     failed_id = await written_and_promised(rig)
     epoch = rig.epoch
-    await rig.settle("grant-1", code=code)
+    await settle(rig, "grant-1", code=code)
     failed = await rig.shown_as(S.FAILED)
     assert failed.instance_id == failed_id
     assert "it says why" in failed.reason
@@ -161,7 +179,7 @@ async def test_a_promise_is_given_back_with_a_start_that_is_not_written(
 
     async def fails(*_: Any) -> None:
         monkeypatch.setattr(SchedulerRepository, "start", start)
-        await rig.settle("grant-1")
+        await settle(rig, "grant-1")
         raise error
 
     monkeypatch.setattr(SchedulerRepository, "start", fails)
@@ -170,7 +188,7 @@ async def test_a_promise_is_given_back_with_a_start_that_is_not_written(
     await rig.until(lambda: rig.reserved)
     await rig.passing(rig.waited, lambda: len(rig.reserved) > 1)
     rig.promises = False
-    await rig.settle("grant-2")
+    await settle(rig, "grant-2")
     await rig.ordered(rig.reserved[1].instance_id)
     assert ("grant-1" not in rig.released) == is_kept
 
@@ -203,7 +221,7 @@ async def test_a_term_that_ends_meanwhile_commands_nothing_and_the_next_looks_fo
         )
     rig.promises = False
     await rig.passing(rig.report, lambda: rig.epoch >= epoch + 2)
-    await rig.settle("grant-1", ask=0)
+    await settle(rig, "grant-1", ask=0)
     if is_granted:
         await rig.ordered(instance_id)
         assert [one.instance_id for one in rig.instances(S.FETCHING)] == [instance_id]

@@ -29,14 +29,7 @@ from pilotlight.common.messages.reports import (
     loader_report_subject,
     worker_report_subject,
 )
-from pilotlight.common.messages.room import (
-    GRANT_SETTLED_SUBJECT,
-    GrantSettled,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-)
+from pilotlight.common.messages.room import Release, Released, Reserve, Reserved
 from pilotlight.common.service import Application
 from pilotlight.common.testing import until
 from pilotlight.policy.cluster import Copy, HeldStage, HeldState, NodeFacts
@@ -94,7 +87,7 @@ class Rig:
     )
     """Workers on which the cache refuses room, and how."""
     promises: bool = False
-    """The cache promises room where it may; ``settle`` says what becomes of that."""
+    """The cache promises room where it may; a test says what becomes of that."""
     remembers: bool = True
     """It knows a grant when it is asked for it again."""
     grants: dict[tuple[InstanceId, WorkerId, int], GrantId] = field(
@@ -163,18 +156,6 @@ class Rig:
             evicted_instances=(InstanceId("evicted"),),
             written=not (self.promises and ask.promise),
         )
-
-    async def settle(self, grant_id: str, *, code: str = "", ask: int = -1) -> None:
-        """The cache says what became of a promise: of the last one, or of another ``ask``."""
-        asked = self.reserved[ask]
-        settled = GrantSettled(
-            grant_id=GrantId(grant_id),
-            instance_id=asked.instance_id,
-            worker_id=asked.worker_id,
-            code=code,
-            message="it says why" if code else "",
-        )
-        await self.bus.publish(GRANT_SETTLED_SUBJECT, settled)
 
     async def on_release(self, ask: Release) -> Released:
         """The cache takes a grant back."""
