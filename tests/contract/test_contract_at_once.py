@@ -156,3 +156,40 @@ async def test_what_an_address_says_beside_the_place_is_no_error(
     database = Database(settings, "gateway", ManualClock())
     assert await database.write_at_once(ONE, {}) == [(1,)]
     await database.stop()
+
+
+async def test_a_connection_is_made_ahead_once_and_again_when_it_has_ended(
+    database: Database, module_database: Any
+) -> None:
+    ours = text(
+        "SELECT pid, query FROM pg_stat_activity WHERE usename = 'pilotlight_gateway' "
+        "AND datname = current_database() AND application_name = 'pilotlight-gateway' "
+        "AND pid <> pg_backend_pid() ORDER BY pid"
+    )
+
+    async def seen() -> list[int]:
+        async with database.asking() as observer:
+            return [row.pid for row in await observer.execute(ours)]
+
+    assert await seen() == []
+    await database.connect_ahead()
+    (ahead,) = await seen()
+    await database.connect_ahead()
+    assert await database.write_at_once(ONE, {}) == [(1,)]
+    assert await seen() == [ahead]
+    async with database.asking() as observer:
+        await observer.execute(select(func.pg_terminate_backend(ahead, 5000)))
+    await database.connect_ahead()
+    assert await seen() != [ahead]
+
+
+async def test_what_cannot_connect_ahead_says_so_later(
+    database_settings: DatabaseSettingsOf,
+) -> None:
+    url = make_url(database_settings("gateway").database_url).set(database="none")
+    settings = DatabaseSettings(database_url=url.render_as_string(hide_password=False))
+    away = Database(settings, "gateway", ManualClock())
+    await away.connect_ahead()
+    with pytest.raises(DatabaseUnavailable):
+        await away.write_at_once(ONE, {})
+    await away.stop()

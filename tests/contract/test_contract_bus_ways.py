@@ -128,6 +128,24 @@ async def test_what_somebody_waits_for_is_written_before_anything_else_runs(
     await subscription.end()
 
 
+async def test_answers_that_press_are_written_before_anything_else_runs(
+    bus: NatsBus, connect_bus: ConnectBus
+) -> None:
+    other, unwritten = await connect_bus("other"), list[int]()
+
+    async def answer(note: Note) -> Note:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: unwritten.append(other.client.pending_data_size))
+        return note
+
+    await other.serve("v1.pressing", Note, answer, pressing=True)
+    await other.serve("v1.patient", Note, answer)
+    for subject in ("v1.pressing", "v1.patient"):
+        assert await bus.request(subject, Note(number=1), Note, deadline_s=DEADLINE_S)
+    pressing, patient = unwritten
+    assert pressing == 0 < patient
+
+
 async def test_nothing_is_published_soon_without_a_connection(
     bus: NatsBus, connect_bus: ConnectBus
 ) -> None:

@@ -79,6 +79,7 @@ def test_what_is_listed_is_what_was_agreed() -> None:
         "gateway.models",
         "gateway.drains",
         "materializer.profiles",
+        "cache.grants",
     }
     assert {table.fullname for table in READS["cache"]} == {
         "gateway.models",

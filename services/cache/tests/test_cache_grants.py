@@ -39,7 +39,13 @@ from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import HostPoolFull, NoRoom, StaleCommand
-from pilotlight.common.messages.room import RELEASE_SUBJECT, Release, Released
+from pilotlight.common.messages.room import (
+    GRANT_SETTLED_SUBJECT,
+    RELEASE_SUBJECT,
+    GrantSettled,
+    Release,
+    Released,
+)
 from pilotlight.common.service import Application, Background
 from pilotlight.common.testing import DatabaseSettingsOf, MakeContext, until
 from pilotlight.policy.eviction.base import EvictionRules
@@ -151,6 +157,28 @@ async def test_a_worker_with_room_for_all_is_granted_the_host_pool_for_the_rest(
     with pytest.raises(HostPoolFull):
         await reserve(bus, "b", 100, host=800)
     assert await reserve(bus, "b", 100, host=600)
+
+
+async def test_of_promised_room_nobody_else_gets_anything_and_its_row_is_told(
+    cache: Application, settings: CacheSettings, bus: Bus, peers: Peers
+) -> None:
+    told: list[GrantSettled] = []
+    await bus.hear(GRANT_SETTLED_SUBJECT, GrantSettled, told.append)
+    await heard(bus, peers, replace(stage("idle", 900), idle_s=60.0))
+    promised = await reserve(bus, "first", MEMORY, promise=True)
+    assert not promised.written
+    assert promised.evicted_instances == ("idle",)
+    with pytest.raises(NoRoom):
+        await reserve(bus, "second", 1, promise=True)
+    await until(lambda: told)
+    database = Database(settings, "cache", SystemClock())
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(tables.grants.c.grant_id))).scalars().all()
+    await database.stop()
+    assert [(one.grant_id, one.code) for one in told] == [(rows[0], "")]
+    assert rows == [promised.grant_id]
+    again = await reserve(bus, "first", MEMORY)
+    assert (again.grant_id, again.written) == (promised.grant_id, True)
 
 
 async def test_a_second_cache_waits(

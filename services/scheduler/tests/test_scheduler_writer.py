@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from sqlalchemy import Executable, delete, select
+from sqlalchemy import Executable, delete, select, text, update
 
 from pilotlight.common.clock import SystemClock
 from pilotlight.common.db import tables
@@ -15,6 +15,7 @@ from pilotlight.common.db.events import Event
 from pilotlight.common.db.session import Database
 from pilotlight.common.errors import Conflict, NotLeader
 from pilotlight.common.settings import DatabaseSettings
+from pilotlight.common.testing import until
 from pilotlight.policy.ids import Epoch
 from pilotlight.policy.plan import Instance, InstanceState
 from pilotlight.policy.testing import instance
@@ -122,3 +123,30 @@ async def test_after_the_term_nothing_is_written(database: Database, fence: Coun
     met = await written(writer, [Rows(instances=(one,)) for one in many(3)])
     assert [type(one) for one in met] == [NotLeader] * 3
     assert await states(database) == {}
+
+
+async def test_a_write_that_waited_for_a_taker_looks_at_the_lease_behind_it(
+    database: Database, fence: Counted
+) -> None:
+    """What it saw before it waited is over: another leads by now."""
+    writer, (one,) = Writer(fence), many(1)
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+        "AND usename = 'pilotlight_scheduler' AND wait_event_type = 'Lock'"
+    )
+    async with database.asking() as observer:
+
+        async def waits() -> bool:
+            return (await observer.execute(waiting)).scalar_one() == 1
+
+        async with database.unit_of_work() as taker:
+            taken = update(tables.lease).values(holder="next", epoch=tables.lease.c.epoch + 1)
+            await taker.connection.execute(taken)
+            late = asyncio.create_task(writer.write(Rows(instances=(one,))))
+            await until(waits)
+            assert not late.done()
+        with pytest.raises(NotLeader):
+            await late
+    assert await states(database) == {}
+    async with database.unit_of_work() as work:
+        await work.connection.execute(delete(tables.lease))

@@ -109,6 +109,7 @@ class Bus(Protocol):
         *,
         queue: str = "",
         at_once: AtOnceHandler[Req] | None = None,
+        pressing: bool = False,
     ) -> Subscription:
         """Answer requests, several at a time; what ``handler`` raises reaches the requester as the
         same error.
@@ -122,6 +123,7 @@ class Bus(Protocol):
             queue: servers that name the same one share the requests; empty: each server gets all.
             at_once: is asked before ``handler``, and takes no task where it makes the reply. What
                 it raises is not told: ``handler`` is asked then, too.
+            pressing: answers are written before anything else runs, as by ``write_now``.
         """
         ...
 

@@ -163,6 +163,7 @@ class FaultyBus:
         *,
         queue: str = "",
         at_once: AtOnceHandler[Req] | None = None,
+        pressing: bool = False,
     ) -> Subscription:
         async def answer(request: Req) -> object:
             if not self._up.is_set():
@@ -172,9 +173,8 @@ class FaultyBus:
         def answer_at_once(request: Req) -> object | None:
             return at_once(request) if at_once is not None and self._up.is_set() else None
 
-        return await self._bus.serve(
-            subject, request_type, answer, queue=queue, at_once=answer_at_once
-        )
+        told: Any = {"queue": queue, "at_once": answer_at_once, "pressing": pressing}
+        return await self._bus.serve(subject, request_type, answer, **told)
 
     async def subscribe(
         self,

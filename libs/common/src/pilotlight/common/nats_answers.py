@@ -43,6 +43,8 @@ class Answers(Generic[Req]):
         request_type: type[Req],
         handler: Handler[Req],
         at_once: AtOnceHandler[Req] | None = None,
+        *,
+        pressing: bool = False,
     ) -> None:
         """Nothing is answered before ``to``.
 
@@ -53,6 +55,7 @@ class Answers(Generic[Req]):
             request_type: What its messages are decoded as.
             handler: Gives the answer, or raises an error that is the answer.
             at_once: Gives some answers without a task.
+            pressing: Answers are written before anything else runs.
         """
         self._client = client
         self._fitting = fitting
@@ -60,6 +63,7 @@ class Answers(Generic[Req]):
         self._request_type = request_type
         self._handler = handler
         self._at_once = at_once
+        self._pressing = pressing
         self._span_name = f"serve {subject_family(subject)}"
 
     def at_once(self, subscribed: BusSubscription) -> Callable[[Msg], bool]:
@@ -123,6 +127,8 @@ class Answers(Generic[Req]):
                         reply = await begun
                 data = self._fitting(encode_json(reply))
             await self._client.publish(msg.reply, data)
+            if self._pressing:
+                self._client.write_now()
         except PilotlightError as error:
             await self._reply_error(msg, error)
         except nats.errors.Error as error:

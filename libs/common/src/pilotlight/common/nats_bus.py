@@ -99,16 +99,7 @@ class NatsBus:
         await bus._client.leave()
         server = servers_of(settings, user)
         if bus._refused.done():
-            whose = (
-                f"with the password of nats-{user}"
-                if settings.password_of(user)
-                else "without a password"
-            )
-            named = (
-                f"as {user} {whose}"
-                if server.user in (user, None)
-                else f"as {server.user}, whom PILOTLIGHT_NATS_URL names"
-            )
+            named = server.named(user, settings)
             raise BusDenied(f"{server.url} refuses a connection {named}: {bus._refused.result()}")
         raise BusUnavailable(
             f"cannot connect to {server.url} as {user}: {bus._client.last_error or 'no answer'}"
@@ -206,9 +197,10 @@ class NatsBus:
         *,
         queue: str = "",
         at_once: AtOnceHandler[Req] | None = None,
+        pressing: bool = False,
     ) -> Subscription:
-        subscribed = BusSubscription(self._subscriptions)
-        answers = Answers(self._client, self._fitting, subject, request_type, handler, at_once)
+        subscribed, connection = BusSubscription(self._subscriptions), (self._client, self._fitting)
+        answers = Answers(*connection, subject, request_type, handler, at_once, pressing=pressing)
         return await self._subscribe(
             subject, queue, answers.to(subscribed), subscribed, answers.at_once(subscribed)
         )

@@ -19,6 +19,19 @@ class NatsServers:
         """For messages."""
         return ",".join(self.urls)
 
+    def named(self, user: str, settings: BusSettings) -> str:
+        """As whom a process connects, for messages.
+
+        Args:
+            user: Who it is among ours.
+            settings: Its own.
+        """
+        if self.user not in (user, None):
+            return f"as {self.user}, whom PILOTLIGHT_NATS_URL names"
+        if settings.password_of(user):
+            return f"as {user} with the password of nats-{user}"
+        return f"as {user} without a password"
+
 
 def servers_of(settings: BusSettings, user: str) -> NatsServers:
     """Credentials in the URL are an operator's own and go first: a server that was not set up by us

@@ -119,7 +119,8 @@ class Handlers:
         self._books.hear_epoch(await self._repository.leading_epoch())
         bus = self._context.bus
         # One by one: what is served when this is cancelled is ended like the rest.
-        self._answering.append(await bus.serve(RESERVE_SUBJECT, Reserve, self._room.reserve))
+        reserve = self._room.reserve
+        self._answering.append(await bus.serve(RESERVE_SUBJECT, Reserve, reserve, pressing=True))
         self._answering.append(await bus.serve(RELEASE_SUBJECT, Release, self._room.release))
         self._periodic = [
             self._context.background.spawn("sweep", self._sweep()),
@@ -128,6 +129,7 @@ class Handlers:
             self._context.background.spawn("publish copies", self._publish()),
             self._context.background.spawn("lend", self._lend()),
             self._context.background.spawn("prune old rows", self._pruner.prune_for_ever()),
+            self._context.background.spawn("connect ahead", self._repository.connect_ahead()),
         ]
 
     async def end(self) -> None:

@@ -143,6 +143,10 @@ class CacheRepository:
         self.holder_pid = 0
         """The backend that holds this cache's lock; none does while another cache answers."""
 
+    async def connect_ahead(self) -> None:
+        """Be ready to write a grant."""
+        await self._database.connect_ahead()
+
     async def models(self) -> tuple[Model, ...]:
         """Registered models: their pins, and whose digest is whose; the same tuple as before when
         nothing has changed.

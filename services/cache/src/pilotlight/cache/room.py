@@ -25,17 +25,22 @@ from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock
 from pilotlight.common.errors import (
     BusUnavailable,
+    InternalError,
     NoRoom,
+    PilotlightError,
     StaleCommand,
 )
 from pilotlight.common.ids import new_grant_id
 from pilotlight.common.messages.room import (
+    GRANT_SETTLED_SUBJECT,
+    GrantSettled,
     Release,
     Released,
     Reserve,
     Reserved,
 )
 from pilotlight.common.service import Background
+from pilotlight.common.waiting import Begun, pause
 from pilotlight.policy.cluster import Tier
 from pilotlight.policy.eviction.base import EvictionRules
 from pilotlight.policy.ids import Digest, GrantId, InstanceId, NodeId
@@ -81,7 +86,8 @@ class RoomMaker:
         """Grants that are in no book any more, and of which there may be rows."""
 
     async def reserve(self, request: Reserve) -> Reserved:
-        """Grant room for a stage.
+        """Grant room for a stage, or promise it: the books say that it is there, and whether its
+        row is, ``GrantSettled`` tells later.
 
         Raises:
             NoWorker: the worker or its node does not report, or the device can never hold the
@@ -127,22 +133,21 @@ class RoomMaker:
             )
             # In the books first: while the row is written, no other grant may count on these bytes.
             self._books.grants[grant.grant_id] = grant
+            # A stage that has a grant keeps that until there is a row in the place of its own.
+            promised = request.promise and known is None
             writing = self._background.spawn(
-                f"write {grant.grant_id}", self._write(grant, request, evicted)
+                f"write {grant.grant_id}", self._write(grant, request, evicted, promised=promised)
             )
             self._writing[grant.grant_id] = writing
-            # The worker gives a newcomer room by itself; this way it has begun.
-            with suppress(BusUnavailable):
-                await self._lender.follow(request.worker_id)
-            await self._written(grant.grant_id)
+            if not promised:
+                await self._written(grant.grant_id)
             if known is not None:
-                # Not before: until the row is there, in the place of its own, the stage has what it
-                # had.
                 self._books.grants.pop(known.grant_id, None)
             return Reserved(
                 grant_id=grant.grant_id,
                 evicted_instances=tuple(InstanceId(victim.subject) for victim in evicted.instances),
                 dropped_copies=tuple(Digest(victim.subject) for victim in evicted.copies),
+                written=not promised,
             )
 
     def _note(self, evicted: Evicted) -> None:
@@ -194,14 +199,29 @@ class RoomMaker:
         log.warning("grants lapsed", action="grants_lapsed", grants=len(over))
         await self._end(over)
 
-    async def _write(self, grant: Grant, request: Reserve, evicted: Evicted) -> Exception | None:
-        """Write a grant's row, whatever becomes of its caller; why that failed."""
+    async def _write(
+        self, grant: Grant, request: Reserve, evicted: Evicted, *, promised: bool
+    ) -> Exception | None:
+        """Write a grant's row, whatever becomes of its caller; why that failed.
+
+        Args:
+            grant: Which.
+            request: That it was made for.
+            evicted: What went for it.
+            promised: Its caller is told of that.
+        """
         victims = [("instance", victim) for victim in evicted.instances]
         victims += [("copy", victim) for victim in evicted.copies]
         added = Added(grant=grant, model=request.model, lease_s=request.lease_s, evicted=victims)
         failure = None
         try:
-            await self._rows.add(added)
+            adding = Begun(self._rows.add(added))
+            # The statement is sent before anything else is done, ...
+            await pause(0.0)
+            # ... and the worker gives a newcomer room by itself; this way it has begun.
+            with suppress(BusUnavailable):
+                await self._lender.follow(grant.worker_id)
+            await adding
         except Exception as error:  # noqa: BLE001 - raised to the caller
             self._books.grants.pop(grant.grant_id, None)
             failure = error
@@ -210,7 +230,26 @@ class RoomMaker:
         if grant.grant_id not in self._books.grants:
             # Given back meanwhile; or the break came during the commit.
             self._over.add(grant.grant_id)
+        if promised:
+            await self._tell(grant, failure)
         return failure
+
+    async def _tell(self, grant: Grant, failure: Exception | None) -> None:
+        """Say what became of a promise; where that is lost, its requester asks again."""
+        error = failure
+        if error is not None and not isinstance(error, PilotlightError):
+            log.error("grant not written", action="grant_not_written", exc_info=error)
+            error = InternalError("the cache could not write the grant; see its log")
+        settled = GrantSettled(
+            grant_id=grant.grant_id,
+            instance_id=grant.instance_id,
+            worker_id=grant.worker_id,
+            code=error.code if error is not None else "",
+            message=error.message if error is not None else "",
+        )
+        with suppress(BusUnavailable):
+            await self._bus.publish(GRANT_SETTLED_SUBJECT, settled)
+            self._bus.write_now()
 
     async def _written(self, grant_id: GrantId) -> None:
         """Return when a grant's row is there.

@@ -184,6 +184,7 @@ async def reserve(
     protected: tuple[str, ...] = (),
     *,
     free_room: bool = False,
+    promise: bool = False,
 ) -> Reserved:
     """Ask for room as the scheduler does.
 
@@ -197,6 +198,7 @@ async def reserve(
         generation: the instance's.
         protected: instances that are owed service.
         free_room: nothing is to go for it.
+        promise: it may be answered before its row is there.
     """
     message = Reserve(
         instance_id=InstanceId(instance),
@@ -212,6 +214,7 @@ async def reserve(
         generation=Generation(generation),
         protected=tuple(InstanceId(one) for one in protected),
         free_room=free_room,
+        promise=promise,
     )
     return await bus.request(RESERVE_SUBJECT, message, Reserved, deadline_s=DEADLINE_S)
 

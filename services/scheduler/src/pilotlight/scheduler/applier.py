@@ -88,14 +88,7 @@ class Applier:
         ]
         if not steps:
             return ()
-        try:
-            await self.repository.move(
-                [Move(before=one.before, after=one.after) for one in steps],
-                [one.decision for one in steps if one.decision is not None],
-                [new for one in steps for new in one.become],
-            )
-        except Conflict as error:
-            raise NotLeader(f"rows differ from what this leader knows: {error.message}") from error
+        await self._write(steps)
         # Read again: reports may have said more of them while the rows were written.
         self.book.put(
             *(
@@ -107,6 +100,24 @@ class Applier:
         for one in steps:
             self._follow(one)
         return tuple(one.after for one in steps)
+
+    async def fail(self, record: Record, reason: str) -> None:
+        """Have an instance fail that is a row, and that no turn knows of as one yet: nobody has
+        been told of it.
+
+        Args:
+            record: As its row says.
+            reason: For the row.
+
+        Raises:
+            NotLeader, DatabaseUnavailable: as for ``apply``.
+        """
+        instance_id = record.instance.instance_id
+        change = Change(instance_id=instance_id, events=(InstanceEvent.FAIL,), reason=reason)
+        step = self._step(change, record, None, self.clock.monotonic_s())
+        await self._write([step])
+        self.book.joined(replace(record, instance=step.after))
+        self._follow(step)
 
     async def carry_out(
         self, changes: Sequence[Change], drains: Sequence[Drain]
@@ -134,6 +145,16 @@ class Applier:
             await self.apply(map(drain_of, going), decisions)
             drained += going
         return tuple(one for one in after if one.instance_id in changing), tuple(drained)
+
+    async def _write(self, steps: Sequence[_Step]) -> None:
+        try:
+            await self.repository.move(
+                [Move(before=one.before, after=one.after) for one in steps],
+                [one.decision for one in steps if one.decision is not None],
+                [new for one in steps for new in one.become],
+            )
+        except Conflict as error:
+            raise NotLeader(f"rows differ from what this leader knows: {error.message}") from error
 
     def _going(
         self, drains: Iterable[Drain], pinned: AbstractSet[ModelName]

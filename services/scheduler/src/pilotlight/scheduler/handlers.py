@@ -22,6 +22,7 @@ from pilotlight.common.messages.demand import (
 )
 from pilotlight.common.messages.events import GATEWAY_EVENTS, Event
 from pilotlight.common.messages.phases import PHASES_SUBJECT, PhaseReport
+from pilotlight.common.messages.room import GRANT_SETTLED_SUBJECT, GrantSettled
 from pilotlight.common.newest import Newest
 from pilotlight.common.roster import News
 from pilotlight.common.roster_feed import RosterFeed
@@ -174,6 +175,8 @@ class LeaderSubjects:
         begun.append(await serve(PHASES_SUBJECT, PhaseReport, self._term.cold_starts.keep))
         begun.append(await serve(WARM_SUBJECT, Warm, self._warm))
         begun.append(await serve(EVICT_SUBJECT, Evict, self._term.operators.evict))
+        hear = self._term.room.hear
+        begun.append(await self._bus.hear(GRANT_SETTLED_SUBJECT, GrantSettled, hear))
 
     async def stop(self) -> None:
         """Answer no more."""

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 
 import structlog
 
@@ -18,7 +20,7 @@ from pilotlight.policy.control.plan import ControlFacts, Memory, Plan, Refusal, 
 from pilotlight.policy.control.plan import Term as TermFacts
 from pilotlight.policy.control.waiters import Waiters
 from pilotlight.policy.ids import Epoch, GrantId, InstanceId, ModelName, NodeId, WorkerId
-from pilotlight.policy.instance import ENDED, SERVING
+from pilotlight.policy.instance import SERVING
 from pilotlight.policy.placement import owed_service
 from pilotlight.policy.plan import Instance
 from pilotlight.scheduler.announcement import Announcer
@@ -91,7 +93,7 @@ class Term:
         """Some term is announced."""
         self._shown_after = term_context.world.reconnects
         self._requests = OperatorRequests()
-        self._room = RoomClient(context.bus, self._epoch, self, self._owed)
+        self.room = RoomClient(context.bus, self._epoch, self, self._owed)
         self.book = Book()
         self.operators = Operators(
             requests=self._requests, book=self.book, world=world, clock=self._clock, wake=self._wake
@@ -122,7 +124,8 @@ class Term:
         self._starter = Starter(
             book=self.book,
             repository=self._repository,
-            room=self._room,
+            applier=self._applier,
+            room=self.room,
             teller=self._teller,
             publisher=self._publisher,
             cold_starts=self.cold_starts,
@@ -132,7 +135,7 @@ class Term:
         )
         self._grower = Grower(
             book=self.book,
-            room=self._room,
+            room=self.room,
             effects=self,
             clock=self._clock,
             spawn=lambda work, name: self._group.create_task(work, name=name),
@@ -154,23 +157,24 @@ class Term:
         """
         try:
             stored = await self._repository.load()
-        except DatabaseUnavailable as error:
-            raise NotLeader(f"the term did not begin: {error.message}") from error
-        parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
-        self.book.put(
-            *(
+            parents = {record.instance_id: trace_parent_of(record) for record in stored.cold_starts}
+            records = [
                 Record(
                     instance=one.instance,
                     model=one.model,
                     trace_parent=parents.get(one.instance.instance_id, ""),
                 )
                 for one in stored.instances
-            )
-        )
-        for one in stored.instances:
+            ]
+            have_room = [one.has_room for one in stored.instances]
+            self.book.put(*compress(records, have_room))
+            for record in compress(records, map(not_, have_room)):
+                await self._applier.fail(record, "its room was promised, and never granted")
+        except DatabaseUnavailable as error:
+            raise NotLeader(f"the term did not begin: {error.message}") from error
+        for record in self.book.rows():
             # Where others are shown as they were, ``sweep`` sees.
-            if one.instance.state not in ENDED:
-                self._publisher.publish(one.instance)
+            self._publisher.publish(record.instance)
         for record in stored.cold_starts:
             self.cold_starts.open(record)
         self.cold_starts.know(stored.estimates, stored.timings)
@@ -244,6 +248,7 @@ class Term:
         begin(self._publisher.sweep(), name="instances bucket sweep")
         begin(self._settle_for_ever(), name="cold starts")
         begin(self._pruner.prune_for_ever(), name="old rows")
+        begin(self._repository.connect_ahead(), name="connect ahead")
 
     def _show_anew(self) -> None:
         """After a reconnect the buckets may be empty, for gateways that start then."""
@@ -384,4 +389,4 @@ class Term:
     def release(self, grant_id: GrantId) -> None:
         """See ``Effects``."""
         # Not of the term: what its last act leaves reserved is given back all the same.
-        self._background.spawn("release a grant", self._room.release(grant_id))
+        self._background.spawn("release a grant", self.room.release(grant_id))

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import structlog
 from sqlalchemy import ARRAY, Row, Text, any_, cast, exists, func, or_, select
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pilotlight.common.clock import Clock
 from pilotlight.common.db import tables
@@ -43,6 +44,8 @@ from pilotlight.scheduler.writer import MOST_TOGETHER, Writer
 
 log = structlog.get_logger()
 
+PROMISED = "promised"
+"""Grants of which a start's decision does not know yet whether they will be written."""
 REMEMBERED_S = 60.0
 """Failed instances that a new leader still reads: they slow the next start down."""
 
@@ -93,6 +96,9 @@ class StoredInstance:
 
     instance: Instance
     model: Model
+    has_room: bool = True
+    """False: it was written while the cache still wrote grants that it had promised, and there is
+    one of them that is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +142,12 @@ class SchedulerRepository:
             table.c.instance_id.in_(select(starts.c.instance_id).where(late)),  # 3
         )
         planned_from = (
-            select(table, age.label("age_s"), tables.decisions.c.inputs["models"].label("models"))
+            select(
+                table,
+                age.label("age_s"),
+                tables.decisions.c.inputs["models"].label("models"),
+                tables.decisions.c.outcome[PROMISED].label(PROMISED),
+            )
             .outerjoin(
                 tables.decisions,
                 tables.decisions.c.decision_id == table.c.body["decision_id"].astext,
@@ -147,6 +158,8 @@ class SchedulerRepository:
         )
         async with self._database.reading() as connection:
             rows = (await connection.execute(planned_from.where(wanted))).all()
+            promised = {grant_id for row in rows for grant_id in _promised(row)}
+            written = await self._written(connection, promised)
             open_starts = (
                 await connection.execute(select(starts).where((starts.c.status == "open") | late))
             ).all()
@@ -155,11 +168,28 @@ class SchedulerRepository:
                 await connection.execute(select(tables.timings.c.key, tables.timings.c.body))
             ).all()
         return Stored(
-            instances=tuple(one for one in map(self._instance_of, rows) if one is not None),
+            instances=tuple(
+                replace(one, has_room=written >= set(_promised(row)))
+                for row in rows
+                if (one := self._instance_of(row)) is not None
+            ),
             cold_starts=tuple(self._cold_start_of(row) for row in open_starts),
             estimates=with_estimates({}, (from_row_json(body, Estimate) for body in estimates)),
             timings=timings_of((row.key, row.body) for row in timings),
         )
+
+    async def _written(
+        self, connection: AsyncConnection, promised: AbstractSet[str]
+    ) -> AbstractSet[str]:
+        if not promised:
+            return promised
+        grant_id = tables.grants.c.grant_id
+        found = select(grant_id).where(grant_id == any_(cast(list(promised), ARRAY(Text))))
+        return set((await connection.execute(found)).scalars().all())
+
+    async def connect_ahead(self) -> None:
+        """Be ready to write a start."""
+        await self._database.connect_ahead()
 
     async def pinned_of(self, models: Iterable[ModelName]) -> frozenset[ModelName]:
         """Of which models an administrator was answered that they are pinned, however lately."""
@@ -336,3 +366,10 @@ class SchedulerRepository:
             coverage=row.coverage,
             phases=from_row_json(row.phases, tuple[Phase, ...]),
         )
+
+
+def _promised(row: Row[Any]) -> Sequence[str]:
+    """Grants of a start that nobody has taken up yet; of any other its workers' reports say what it
+    has.
+    """
+    return (row.promised or ()) if row.state == InstanceState.FETCHING.value else ()

@@ -20,14 +20,15 @@ from pilotlight.common.errors import (
     TransientError,
 )
 from pilotlight.common.ids import new_decision_id, new_instance_id
-from pilotlight.common.messages.room import Reserved
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
+from pilotlight.common.waiting import Begun
 from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.plan import Refusal, RefusedStart, StartOrder
 from pilotlight.policy.ids import Digest, Generation, InstanceId, WorkerId
 from pilotlight.policy.instance import InstanceEvent, step
 from pilotlight.policy.model import Model
 from pilotlight.policy.plan import Instance, InstanceState, Placement, Scheme
+from pilotlight.scheduler.applier import Applier
 from pilotlight.scheduler.book import Book
 from pilotlight.scheduler.chains import Joined, joined
 from pilotlight.scheduler.cold_starts import ColdStarts
@@ -37,8 +38,8 @@ from pilotlight.scheduler.metrics import SchedulerMetrics
 from pilotlight.scheduler.pacing import Pressing
 from pilotlight.scheduler.publisher import InstancePublisher
 from pilotlight.scheduler.records import ColdStart, Decision
-from pilotlight.scheduler.repository import SchedulerRepository
-from pilotlight.scheduler.room import RoomClient
+from pilotlight.scheduler.repository import PROMISED, SchedulerRepository
+from pilotlight.scheduler.room import Room, RoomClient
 from pilotlight.scheduler.teller import Teller
 
 log = structlog.get_logger()
@@ -53,6 +54,7 @@ class Starter:
 
     book: Book
     repository: SchedulerRepository
+    applier: Applier
     room: RoomClient
     teller: Teller
     publisher: InstancePublisher
@@ -91,6 +93,9 @@ class Starter:
     async def start(self, order: StartOrder, record: Record, place: str) -> InstanceId | Refusal:
         """Reserve, write, command. What was reserved is given back when the rest comes to nothing,
         unless that is not known.
+
+        The cache promises room and writes its grants while the start is written. It is commanded
+        when both are there; a start that is written and whose grants are not has failed.
 
         Args:
             order: What is to be started, and where.
@@ -153,18 +158,19 @@ class Starter:
     async def _start(self, order: StartOrder, record: Record, place: str) -> Refusal | None:
         instance = record.instance
         granted: list[Placement] = []
-        grants: list[Reserved] = []
-        committed = may_be_written = False
+        rooms: list[Room] = []
+        is_known = may_be_written = False
         try:
-            answers = await self._reserve(order, instance)
+            asking = Begun(self._reserve(order, instance))
+            # While the cache is at it.
+            planned = _planned(instance, order, place)
+            answers = asking.result() if asking.ended else await asking
             for placement, answer in answers:
-                if isinstance(answer, Reserved):
-                    grants.append(answer)
-                    granted.append(replace(placement, grant_id=answer.grant_id))
+                if isinstance(answer, Room):
+                    rooms.append(answer)
+                    granted.append(replace(placement, grant_id=answer.answer.grant_id))
             refusals = [
-                (placement, answer)
-                for placement, answer in answers
-                if not isinstance(answer, Reserved)
+                (placement, answer) for placement, answer in answers if not isinstance(answer, Room)
             ]
             for _, error in refusals:
                 if isinstance(error, NotLeader) or not isinstance(error, _REFUSALS):
@@ -187,7 +193,7 @@ class Starter:
                     )
                     record = replace(record, instance=instance, tentative=False)
                     cold_start = self._cold_start_of(record, order)
-                    decision = _started(instance, order, grants, places, place)
+                    decision = _started(planned, rooms, places)
                     try:
                         await self.repository.start(instance, decision, cold_start)
                     except (DatabaseUnavailable, asyncio.CancelledError):
@@ -195,13 +201,22 @@ class Starter:
                         # them lapse where there is none.
                         may_be_written = True
                         raise
+                    # Whatever happens from here on, too.
+                    may_be_written = True
+                    refusal = await self._unwritten(order, instance, rooms)
+                    if refusal is not None:
+                        self.cold_starts.open(cold_start)
+                        await self.applier.fail(record, f"{refusal.code}: {refusal.message}")
+                        is_known = True
+                        return refusal
                     self.book.joined(record)
-                committed = True
+                is_known = True
+                # Not behind the commands: a turn may have changed it by then.
                 self.publisher.publish(instance)
-                self.metrics.decided("cold_start", "started")
                 await self._command(record, cold_start)
+            self.metrics.decided("cold_start", "started")
         finally:
-            if not committed:
+            if not is_known:
                 self.book.remove(instance.instance_id)
                 for placement in granted:
                     if placement.grant_id is not None and not may_be_written:
@@ -214,24 +229,42 @@ class Starter:
 
     async def _reserve(
         self, order: StartOrder, instance: Instance
-    ) -> list[tuple[Placement, Reserved | BaseException]]:
+    ) -> list[tuple[Placement, Room | BaseException]]:
         """Ask for the room of all stages at once: a group waits for its slowest answer alone."""
         placements = _scheme_of(order).placements
         stays = _on_devices(order) if order.ahead else {}
-        answers = await asyncio.gather(
-            *(
-                self.room.reserve(
-                    instance,
-                    order.model,
-                    one,
-                    stays.get(one.worker_id, ()),
-                    free_room=order.ahead,
-                )
-                for one in placements
-            ),
-            return_exceptions=True,
-        )
+        asked = [
+            self.room.promise(
+                instance, order.model, one, stays.get(one.worker_id, ()), free_room=order.ahead
+            )
+            for one in placements
+        ]
+        if len(asked) == 1:
+            # In this task: another one would begin a turn later.
+            try:
+                return [(placements[0], await asked[0])]
+            except PilotlightError as error:
+                return [(placements[0], error)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         return list(zip(placements, answers, strict=True))
+
+    async def _unwritten(
+        self, order: StartOrder, instance: Instance, rooms: list[Room]
+    ) -> Refusal | None:
+        """Why a start may not be commanded: a grant that was promised is not written; None when all
+        of them are.
+
+        Raises:
+            NotLeader: the term is over.
+        """
+        for placement, room in zip(instance.placements, rooms, strict=True):
+            try:
+                await self.room.until_written(room)
+            except NotLeader:
+                raise
+            except PilotlightError as error:
+                return _refusal(order, placement, error)
+        return None
 
     async def _command(self, record: Record, cold_start: ColdStart) -> None:
         self.cold_starts.open(cold_start)
@@ -285,28 +318,15 @@ def _refusal(order: StartOrder, placement: Placement, error: PilotlightError) ->
     )
 
 
-def _started(
-    instance: Instance, order: StartOrder, grants: list[Reserved], places: Joined, place: str
-) -> Decision:
-    """The decision of a start.
+def _planned(instance: Instance, order: StartOrder, place: str) -> Decision:
+    """The decision of a start, before there is room for it.
 
     Args:
         instance: What starts.
         order: As control gave it.
-        grants: Of its stages.
-        places: In the chains of its model.
         place: In the decision log.
     """
     choice = order.choice
-    outcome: dict[str, Any] = {
-        "instance_id": instance.instance_id,
-        **outcome_of(choice),
-        "evicted_instances": [
-            instance_id for grant in grants for instance_id in grant.evicted_instances
-        ],
-        "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
-        "chains": to_row_json(places.chains),
-    }
     return Decision(
         decision_id=instance.decision_id,
         kind="cold_start",
@@ -314,11 +334,28 @@ def _started(
         instance_id=instance.instance_id,
         epoch=instance.epoch,
         inputs=inputs_of(order.model, order.seen, place),
-        outcome=outcome,
-        reasons=(
-            instance.reason,
-            choice.reason,
-            *places.reasons,
-            *rejections(choice.rejected),
-        ),
+        outcome={"instance_id": instance.instance_id, **outcome_of(choice)},
+        reasons=(instance.reason, choice.reason, *rejections(choice.rejected)),
     )
+
+
+def _started(planned: Decision, rooms: list[Room], places: Joined) -> Decision:
+    """The same, with what came of it.
+
+    Args:
+        planned: As it was before.
+        rooms: Of its stages.
+        places: In the chains of its model.
+    """
+    grants = [one.answer for one in rooms]
+    outcome: dict[str, Any] = {
+        **planned.outcome,
+        "evicted_instances": [
+            instance_id for grant in grants for instance_id in grant.evicted_instances
+        ],
+        "dropped_copies": [digest for grant in grants for digest in grant.dropped_copies],
+        PROMISED: [grant.grant_id for grant in grants if not grant.written],
+        "chains": to_row_json(places.chains),
+    }
+    why, chosen, *rejected = planned.reasons
+    return replace(planned, outcome=outcome, reasons=(why, chosen, *places.reasons, *rejected))

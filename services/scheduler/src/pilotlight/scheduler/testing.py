@@ -86,6 +86,13 @@ class Rig:
         default_factory=dict[WorkerId, PilotlightError]
     )
     """Workers on which the cache refuses room, and how."""
+    promises: bool = False
+    """The cache promises room where it may; a test says what becomes of that."""
+    remembers: bool = True
+    """It knows a grant when it is asked for it again."""
+    grants: dict[tuple[InstanceId, WorkerId, int], GrantId] = field(
+        default_factory=dict[tuple[InstanceId, WorkerId, int], GrantId]
+    )
     answers_from: int = 0
     """The cache answers nobody until it was asked so often."""
     incarnation: str = "a"
@@ -136,7 +143,9 @@ class Rig:
     async def on_reserve(self, ask: Reserve) -> Reserved:
         """The cache grants what is asked for, or refuses it."""
         self.reserved.append(ask)
-        grant_id = GrantId(f"grant-{len(self.reserved)}")
+        fresh, stage = GrantId(f"grant-{len(self.reserved)}"), (ask.instance_id, ask.worker_id)
+        known = self.grants if self.remembers else {}
+        grant_id = known.setdefault((*stage, ask.generation), fresh)
         await self._note()
         await self.until(lambda: len(self.reserved) >= self.answers_from)
         refusal = self.full.get(ask.worker_id, self.refusal)
@@ -145,6 +154,7 @@ class Rig:
         return Reserved(
             grant_id=grant_id,
             evicted_instances=(InstanceId("evicted"),),
+            written=not (self.promises and ask.promise),
         )
 
     async def on_release(self, ask: Release) -> Released:

@@ -91,10 +91,7 @@ class AtOnce:
         """
         compiled = self._compiled.get(statement) or self._compile(statement)
         async with self._turn:
-            connection = self._connection
-            if connection is None or has_ended(connection):
-                await self._hang_up()
-                connection = self._connection = await self._make()
+            connection = await self._connected()
             try:
                 cursor = await connection.execute(
                     compiled.text, {**compiled.fixed, **parameters}, prepare=True
@@ -105,10 +102,26 @@ class AtOnce:
                 await self._hang_up()
                 raise
 
+    async def connect(self) -> None:
+        """Have a connection that is of use, before a statement waits for it.
+
+        Raises:
+            psycopg.Error: as the driver says.
+        """
+        async with self._turn:
+            await self._connected()
+
     async def close(self) -> None:
         """Hang up when the statement that is under way has ended."""
         async with self._turn:
             await self._hang_up()
+
+    async def _connected(self) -> Connection:
+        connection = self._connection
+        if connection is None or has_ended(connection):
+            await self._hang_up()
+            connection = self._connection = await self._make()
+        return connection
 
     async def _hang_up(self) -> None:
         connection, self._connection = self._connection, None

@@ -29,6 +29,9 @@ POLL_S = 5.0
 """Safety net: for rows whose kick was lost with the process that wrote them."""
 BATCH = 64
 """Rows that are published within one transaction."""
+FIRST_S = 0.005
+"""So long a publication waits where none was of late: what follows a commit goes first, such as a
+start's commands."""
 LINGER_S = 0.05
 """So long a publication waits for more rows, ..."""
 BUSY_S = 0.2
@@ -100,9 +103,9 @@ class Outbox:
         failures, published_s = 0, -math.inf
         while True:
             await woken(self._kicked, POLL_S)
-            if self._clock.monotonic_s() - published_s < BUSY_S:
-                await pause(LINGER_S)
-                self._kicked.clear()
+            is_busy = self._clock.monotonic_s() - published_s < BUSY_S
+            await pause(LINGER_S if is_busy else FIRST_S)
+            self._kicked.clear()
             try:
                 await self.publish_all()
                 published_s = self._clock.monotonic_s()

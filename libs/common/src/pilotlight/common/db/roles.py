@@ -22,7 +22,7 @@ def _tables_of(*owners: str) -> tuple[Table, ...]:
 
 READS: dict[str, tuple[Table, ...]] = {
     "gateway": _tables_of("scheduler", "cache", "materializer"),
-    "scheduler": (tables.models, tables.drains, tables.profiles),
+    "scheduler": (tables.models, tables.drains, tables.profiles, tables.grants),
     "cache": (tables.models, tables.drains, tables.instances, tables.lease, tables.estimates),
     "materializer": (tables.models,),
 }

@@ -194,6 +194,16 @@ class Database:
             self._kick()
         return rows
 
+    async def connect_ahead(self) -> None:
+        """Connect for ``write_at_once`` before something waits for it; where that fails now, the
+        next statement connects, or says why it cannot.
+        """
+        try:
+            async with self._deadline():
+                await self._at_once.connect()
+        except DatabaseUnavailable as error:
+            log.info("not connected ahead", action="database_not_ahead", error=error.message)
+
     def _kick(self) -> None:
         for kick in self._on_events:
             kick()

@@ -20,6 +20,8 @@ RESERVE_SUBJECT = "v1.cache.reserve"
 """Request/reply: ``Reserve`` → ``Reserved``."""
 RELEASE_SUBJECT = "v1.cache.release"
 """Request/reply: ``Release`` → ``Released``."""
+GRANT_SETTLED_SUBJECT = "v1.cache.grant-settled"
+"""``GrantSettled``, to all schedulers, once for each grant that was promised."""
 DISK_ORDER_SUBJECT = "v1.cache.disk-order"
 """``DiskOrder``, to all loaders."""
 
@@ -68,6 +70,9 @@ class Reserve(Message, frozen=True, kw_only=True):
     """No request waits for it: it takes what is free, on the device and in the host pool, and
     nothing goes for it. A release that does not know this has the device's instances in
     ``protected``."""
+    promise: bool = False
+    """It may be answered before the grant's row is there: ``GrantSettled`` says what became of
+    that. A release that does not know this answers when the row is there."""
 
 
 class Reserved(Message, frozen=True, kw_only=True):
@@ -76,6 +81,21 @@ class Reserved(Message, frozen=True, kw_only=True):
     grant_id: GrantId
     evicted_instances: tuple[InstanceId, ...] = ()
     dropped_copies: tuple[Digest, ...] = ()
+    written: bool = True
+    """Its row is there. False: it is promised, and nothing may be loaded by it yet."""
+
+
+class GrantSettled(Message, frozen=True, kw_only=True):
+    """What became of a promised grant. It may be lost: ``Reserve`` without ``promise`` asks for the
+    same, and is answered with the same grant if its row is there.
+    """
+
+    grant_id: GrantId
+    instance_id: InstanceId
+    worker_id: WorkerId
+    code: str = ""
+    """Of the error by which there is no such grant; empty: it is written."""
+    message: str = ""
 
 
 class Release(Message, frozen=True, kw_only=True):
