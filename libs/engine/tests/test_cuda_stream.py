@@ -208,6 +208,22 @@ def test_parts_that_were_ordered_ahead_come_to_their_places(arena, checkpoint, c
             assert torch.equal(placed[name.removeprefix(decoder.prefix(part))], expected), name
 
 
+class Come:
+    """Parts that have come, and how often they were asked for."""
+
+    def __init__(self, parts, asked=None):
+        self.parts = parts
+        self.asked = [] if asked is None else asked
+
+    def first(self):
+        self.asked.append("first")
+        return {part: self.parts[part] for part in sorted(self.parts)[:1]}
+
+    def come(self):
+        self.asked.append("come")
+        return self.parts
+
+
 MAPPING = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
 
 
@@ -231,7 +247,7 @@ def test_nothing_is_mapped_between_the_first_copy_and_the_last(
     monkeypatch.setattr(arena.copier, "order", ordered)
     early = {0: model.parts[0], 1: {}, 2: model.parts[2], 99: {}}
     given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
-    engine.begin_load(*given, early=lambda: early)
+    engine.begin_load(*given, early=Come(early))
     assert len(seen) == 2, "of the parts that can be read"
     for part in range(model.spec.num_layers + 2):
         placed = engine.place_part(INSTANCE, part, model.parts[part])
@@ -254,7 +270,7 @@ def test_no_copy_begins_where_a_stage_cannot_be_set_up(arena, checkpoint, clock,
     monkeypatch.setattr(KvCache, "resize", refuse)
     given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
     with pytest.raises(NoRoom):
-        engine.begin_load(*given, early=lambda: asked.append(True) or {0: model.parts[0]})
+        engine.begin_load(*given, early=Come({0: model.parts[0]}, asked))
     assert asked == []
     assert arena.backed_bytes == arena.physical_bytes == 0
 
@@ -266,7 +282,7 @@ def test_what_a_device_does_not_copy_early_is_said_when_it_is_placed(
     engine = Engine(1, clock, arena=arena)
     monkeypatch.setattr(Copier, "submit", refused_copy)
     given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
-    engine.begin_load(*given, early=lambda: {0: model.parts[0]})
+    engine.begin_load(*given, early=Come({0: model.parts[0]}))
     with pytest.raises(EngineFailed, match="do not come"):
         engine.place_part(INSTANCE, 0, model.parts[0])
 
