@@ -31,9 +31,9 @@ from pilotlight.policy.materialized import (
 )
 from pilotlight.policy.model import Dtype, Model
 from pilotlight.policy.phase import PhaseName
-from pilotlight.worker.artifacts import Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.found import Found
+from pilotlight.worker.manifests import Refused, checked
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from pilotlight.common.messages.pool import PartReady
-from pilotlight.common.waiting import cancel_all, pause
+from pilotlight.common.waiting import cancel_all
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Model
@@ -62,7 +62,8 @@ class PartSource(Protocol):
 async def leasing(
     asked: Awaitable[PartLease], name: str
 ) -> AsyncGenerator[asyncio.Future[PartLease]]:
-    """Ask for a lease; what is granted, or why nothing is. The lease ends when this is left.
+    """Ask for a lease in the next turn of the loop; what is granted, or why nothing is. The lease
+    ends when this is left.
 
     Args:
         asked: what ``PartSource.lease`` gave.
@@ -71,7 +72,6 @@ async def leasing(
     granted: asyncio.Future[PartLease] = asyncio.get_running_loop().create_future()
     holding = asyncio.create_task(_held(asked, granted), name=name)
     try:
-        await pause(0)  # It is asked for before anything else is done.
         yield granted
     finally:
         await cancel_all((holding,))

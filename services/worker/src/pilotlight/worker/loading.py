@@ -22,7 +22,7 @@ from pilotlight.common.messages.pipelines import (
 )
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
-from pilotlight.common.waiting import cancel_all, within
+from pilotlight.common.waiting import cancel_all, pause, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import Epoch, InstanceId
@@ -106,7 +106,11 @@ class StageLoader:
             span("load", instance_id=hold.instance_id, model=hold.model.name),
         ):
             self._core.make_way()
-            finding = asyncio.create_task(self._artifact(hold), name="artifact")
+            # Most are here already: a start has one turn of the loop until its engine is told.
+            found = Found() if self._artifacts is None else self._artifacts.at_once(hold)
+            finding = None
+            if found is None:
+                finding = asyncio.create_task(self._artifact(hold), name="artifact")
             try:
                 if not self._core.steps.prefetch:
                     asked_s = await self._renew(hold, asked_s)
@@ -114,10 +118,11 @@ class StageLoader:
                     if self._core.steps.prefetch:
                         asked_s = await self._renew(hold, asked_s)
                     await made_room()
-                    found = await finding
+                    if found is None and finding is not None:
+                        found = await finding
                     if granted.done():
                         granted.result()  # What is refused by now never comes to the engine.
-                    await self._begin(hold, granted, asked_s, found)
+                    await self._begin(hold, granted, asked_s, found or Found())
                     if self._core.steps.overlap:
                         self.begun(hold.instance_id)
                     result = await self._fed(hold, granted, loaded)
@@ -126,7 +131,7 @@ class StageLoader:
                         await self._core.engine.vouch_stage(vouch)
                     return result
             finally:
-                await cancel_all((finding,))
+                await cancel_all(() if finding is None else (finding,))
 
     async def grow(
         self,
@@ -231,6 +236,8 @@ class StageLoader:
         Raises:
             EngineFailed: it does not start.
         """
+        if self._core.engine.renews:
+            await pause(0)  # Its parts are asked for first.
         start_s = self._core.clock.monotonic_s()
         if not await self._core.engine.renew():
             return asked_s
