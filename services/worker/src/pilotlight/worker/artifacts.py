@@ -121,12 +121,14 @@ class Artifacts:
         if not self._with_graphs:
             self._give(digest, known)
             return Found(known)
-        uses, blobs = self._uses.known(digest), self._blobs_of(hold, digest, known)
-        paths = tuple(blob and self._files.path_of(blob) for blob, _, _ in blobs)
-        if uses is None or "" in paths:
+        blobs = [blob for blob, _, _ in self._blobs_of(hold, digest, known)]
+        paths = ["" if blob is None else self._files.path_of(blob) for blob in blobs]
+        uses = self._uses.known(digest) if _has_graphs(paths) else {}
+        late = any(blob and not path for blob, path in zip(blobs, paths, strict=True))
+        if uses is None or late:
             return None
         self._give(digest, known)
-        return self._found(hold, digest, known, [path or "" for path in paths], uses)
+        return self._found(hold, digest, known, paths, uses)
 
     async def of(self, hold: Hold) -> Found:
         """What a stage is restored from."""
@@ -148,7 +150,8 @@ class Artifacts:
         paths = await asyncio.gather(
             *(self._file_of(hold, digest, *blob) for blob in self._blobs_of(hold, digest, known))
         )
-        return self._found(hold, digest, known, paths, await self._uses.of(digest))
+        uses = await self._uses.of(digest) if _has_graphs(paths) else {}
+        return self._found(hold, digest, known, paths, uses)
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""
@@ -375,3 +378,9 @@ class Artifacts:
             await self._core.bus.publish_event(event_subject("worker", kind), event.event_id, event)
         except PilotlightError as error:
             log.info("event not stored", action="event_lost", kind=kind, error=error.message)
+
+
+def _has_graphs(paths: Sequence[str]) -> bool:
+    """Of an artifact's archives there is one whose graphs come in the order of their use."""
+    graphs, ranged, _ = paths
+    return bool(graphs or ranged)
