@@ -13,6 +13,7 @@ from fake_cuda import MIB, FakeCuda, fake_cuda
 from fp8_models import quantized_model
 from random_models import source_of
 
+from pilotlight.engine import resident
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.stream import SMALL_BYTES, OrderedCopies, PinnedSlabs
 from pilotlight.engine.device.kv import KvCache
@@ -258,6 +259,28 @@ def test_nothing_is_mapped_between_the_first_copy_and_the_last(
     used = [after - was for was, after in zip(before, seen[0], strict=True)]
     assert used == [extents] * 3 + [0] * 2, "parameters are one, each layer's keys and values one"
     engine.unload(INSTANCE)
+
+
+def test_the_first_copy_is_ordered_before_all_that_needs_no_memory_of_its_own(
+    arena, checkpoint, clock, monkeypatch
+):
+    model, seen = checkpoint("llama"), []
+    engine = Engine(1, clock, arena=arena)
+    order, compute_on, resize = arena.copier.order, resident.compute_on, KvCache.resize
+
+    def noted(name, does):
+        def wrapped(*given, **named):
+            seen.append(name)
+            return does(*given, **named)
+
+        return wrapped
+
+    monkeypatch.setattr(arena.copier, "order", noted("copy", order))
+    monkeypatch.setattr(resident, "compute_on", noted("rest", compute_on))
+    monkeypatch.setattr(KvCache, "resize", noted("kv", resize))
+    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
+    engine.begin_load(*given, early=Come({0: model.parts[0], 1: model.parts[1]}, seen))
+    assert seen == ["kv", "first", "copy", "rest", "come", "copy"]
 
 
 def test_no_copy_begins_where_a_stage_cannot_be_set_up(arena, checkpoint, clock, monkeypatch):
