@@ -1,9 +1,9 @@
 """Leases on parts in the host pool, which are asked for while other things are done."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.waiting import cancel_all
@@ -33,7 +33,7 @@ class PartLease(AbstractAsyncContextManager["PartLease"], Protocol):
 class PartSource(Protocol):
     """Where a worker leases parts. ``dataplane.pool_client.PoolClient`` is the real one."""
 
-    async def lease(
+    def lease(
         self,
         worker_id: WorkerId,
         instance_id: InstanceId,
@@ -41,8 +41,8 @@ class PartSource(Protocol):
         parts: tuple[int, ...],
         trace_parent: str = "",
         priority: FetchPriority = FetchPriority.COLD_START,
-    ) -> PartLease:
-        """Returns when the lease is granted.
+    ) -> Coroutine[Any, Any, PartLease]:
+        """Returns when the lease is granted; it may be asked for before that is awaited.
 
         Args:
             worker_id: For whom the parts stay.
@@ -60,10 +60,9 @@ class PartSource(Protocol):
 
 @asynccontextmanager
 async def leasing(
-    asked: Awaitable[PartLease], name: str
+    asked: Coroutine[Any, Any, PartLease], name: str
 ) -> AsyncGenerator[asyncio.Future[PartLease]]:
-    """Ask for a lease in the next turn of the loop; what is granted, or why nothing is. The lease
-    ends when this is left.
+    """Have a lease that is asked for; what is granted, or why nothing is. It ends when this is left.
 
     Args:
         asked: what ``PartSource.lease`` gave.
@@ -75,11 +74,12 @@ async def leasing(
         yield granted
     finally:
         await cancel_all((holding,))
+        asked.close()  # It may not have begun.
         if not granted.cancel():
             granted.exception()  # Nobody may have waited for it.
 
 
-async def _held(asked: Awaitable[PartLease], granted: asyncio.Future[PartLease]) -> None:
+async def _held(asked: Coroutine[Any, Any, PartLease], granted: asyncio.Future[PartLease]) -> None:
     """Holds a lease from its grant until this is cancelled."""
     try:
         lease = await asked

@@ -106,32 +106,32 @@ class StageLoader:
             span("load", instance_id=hold.instance_id, model=hold.model.name),
         ):
             self._core.make_way()
-            # Most are here already: a start has one turn of the loop until its engine is told.
-            found = Found() if self._artifacts is None else self._artifacts.at_once(hold)
-            finding = None
-            if found is None:
-                finding = asyncio.create_task(self._artifact(hold), name="artifact")
-            try:
-                if not self._core.steps.prefetch:
-                    asked_s = await self._renew(hold, asked_s)
-                async with self._leasing(hold, hold.model.spec.parts_of(hold.stage)) as granted:
+            if not self._core.steps.prefetch:
+                asked_s = await self._renew(hold, asked_s)
+            async with self._leasing(hold, hold.model.spec.parts_of(hold.stage)) as granted:
+                # Most are here already: a start has one turn of the loop until its engine is told.
+                found = Found() if self._artifacts is None else self._artifacts.at_once(hold)
+                finding: set[asyncio.Task[Found]] = set()
+                try:
+                    if found is None:
+                        finding.add(asyncio.create_task(self._artifact(hold), name="artifact"))
                     if self._core.steps.prefetch:
                         asked_s = await self._renew(hold, asked_s)
                     await made_room()
-                    if found is None and finding is not None:
-                        found = await finding
-                    if granted.done():
-                        granted.result()  # What is refused by now never comes to the engine.
-                    await self._begin(hold, granted, asked_s, found or Found())
-                    if self._core.steps.overlap:
-                        self.begun(hold.instance_id)
-                    result = await self._fed(hold, granted, loaded)
-                    if hold.stage != hold.model.spec.whole:
-                        vouch = VouchStage(instance_id=hold.instance_id)
-                        await self._core.engine.vouch_stage(vouch)
-                    return result
-            finally:
-                await cancel_all(() if finding is None else (finding,))
+                    for one in finding:
+                        found = await one
+                finally:
+                    await cancel_all(finding)
+                if granted.done():
+                    granted.result()  # What is refused by now never comes to the engine.
+                await self._begin(hold, granted, asked_s, found or Found())
+                if self._core.steps.overlap:
+                    self.begun(hold.instance_id)
+                result = await self._fed(hold, granted, loaded)
+                if hold.stage != hold.model.spec.whole:
+                    vouch = VouchStage(instance_id=hold.instance_id)
+                    await self._core.engine.vouch_stage(vouch)
+                return result
 
     async def grow(
         self,
