@@ -123,7 +123,7 @@ class Artifacts:
             return Found(known)
         blobs = [blob for blob, _, _ in self._blobs_of(hold, digest, known)]
         paths = ["" if blob is None else self._files.path_of(blob) for blob in blobs]
-        uses = self._uses.known(digest) if _has_graphs(paths) else {}
+        uses = self._uses.known(digest) if any(paths) else {}
         late = any(blob and not path for blob, path in zip(blobs, paths, strict=True))
         if uses is None or late:
             return None
@@ -150,7 +150,7 @@ class Artifacts:
         paths = await asyncio.gather(
             *(self._file_of(hold, digest, *blob) for blob in self._blobs_of(hold, digest, known))
         )
-        uses = await self._uses.of(digest) if _has_graphs(paths) else {}
+        uses = await self._uses.of(digest) if any(paths) else {}
         return self._found(hold, digest, known, paths, uses)
 
     def close(self) -> None:
@@ -378,9 +378,3 @@ class Artifacts:
             await self._core.bus.publish_event(event_subject("worker", kind), event.event_id, event)
         except PilotlightError as error:
             log.info("event not stored", action="event_lost", kind=kind, error=error.message)
-
-
-def _has_graphs(paths: Sequence[str]) -> bool:
-    """Of an artifact's archives there is one whose graphs come in the order of their use."""
-    graphs, ranged, _ = paths
-    return bool(graphs or ranged)

@@ -62,7 +62,7 @@ class PartSource(Protocol):
 async def leasing(
     asked: Coroutine[Any, Any, PartLease], name: str
 ) -> AsyncGenerator[asyncio.Future[PartLease]]:
-    """Have a lease that is asked for; what is granted, or why nothing is. It ends when this is left.
+    """Have a lease that is asked for, until this is left; what is granted, or why nothing is.
 
     Args:
         asked: what ``PartSource.lease`` gave.
