@@ -99,7 +99,7 @@ class ResidentStage:
         self.parameters = Parameters(self.memory)
         try:
             self.kv = KvCache(self.memory, self.num_blocks)
-            # Behind what maps most: that and copies wait for each other. The rest finds the bus busy.
+            # Behind what maps most: that and copies wait for each other. Before all else.
             self.parameters.order(early.first() if early else {})
             self.compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
