@@ -62,8 +62,12 @@ class ScriptedEngine:
         self.early = False
         """Requests run as far as parts are in place."""
         self.fresh = False
+        self.first_parts: list[list[int] | None] = []
+        """Of each load, what had come when it had all of its memory, ..."""
+        self.before_rest: Callable[[], None] = lambda: None
+        """Called then, before the rest of it is set up."""
         self.early_parts: list[list[int] | None] = []
-        """Of each load, what had come when it began; None: batches of others ran."""
+        """... and when it was set up; None: batches of others ran."""
         self.unprepared: list[str] = []
         """What it does for later, piece by piece."""
         self.prepared = threading.Event()
@@ -100,7 +104,9 @@ class ScriptedEngine:
         if self.begin_error is not None:
             raise self.begin_error
         self.slots[instance_id] = slot
-        self.early_parts.append(sorted(early()) if early is not None else None)
+        self.first_parts.append(sorted(early.first()) if early is not None else None)
+        self.before_rest()
+        self.early_parts.append(sorted(early.come()) if early is not None else None)
         self.expected[instance_id] = set(spec.parts_of(stage))
         if stage == spec.whole:
             self.whole.add(instance_id)

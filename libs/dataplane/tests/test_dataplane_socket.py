@@ -1,7 +1,9 @@
 import asyncio
 import contextlib
+import gc
 import os
 import signal
+import socket
 import sys
 import textwrap
 
@@ -66,6 +68,41 @@ async def test_a_lease_brings_parts_and_ends_with_its_connection(served) -> None
         assert node.copies.drop([model.digest]) == ()
     await until(lambda: node.copies.copies("n")[0].leases == 0)
     assert node.copies.drop([model.digest]) == (model.digest,)
+
+
+async def test_a_lease_is_asked_for_before_it_is_awaited(served) -> None:
+    node, registered, _, server = served
+    asked = client_of(server).lease(WORKER, ONE, registered.model, (0, 1))
+    await until(lambda: [one.leases for one in node.copies.copies("n")] == [1])
+    async with await asked as lease:
+        assert [part.part async for part in lease] == [0, 1]
+    await until(lambda: node.copies.copies("n")[0].leases == 0)
+
+
+async def test_a_lease_that_nobody_awaits_ends(served) -> None:
+    node, registered, _, server = served
+    asked = client_of(server).lease(WORKER, ONE, registered.model, (0, 1))
+    await until(lambda: [one.leases for one in node.copies.copies("n")] == [1])
+    asked.close()
+    del asked
+    gc.collect()
+    await until(lambda: node.copies.copies("n")[0].leases == 0)
+
+
+async def test_a_lease_of_a_loader_that_goes_before_it_answers_is_the_next_ones(served) -> None:
+    node, registered, workers, server = served
+    await server.stop()
+    gone = socket.socket(socket.AF_UNIX)
+    gone.bind(str(server.path))
+    gone.listen()
+    asked = client_of(server).lease(WORKER, ONE, registered.model, (0, 1))
+    gone.close()  # With the request, which it had not read.
+    server.path.unlink()
+    again = PoolServer(server.path, node.pool, node.copies, workers)
+    await again.start()
+    async with await asked as lease:
+        assert [part.part async for part in lease] == [0, 1]
+    await again.stop()
 
 
 async def test_a_lease_whose_close_is_broken_off_ends_all_the_same(served) -> None:

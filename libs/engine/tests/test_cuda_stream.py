@@ -15,14 +15,11 @@ from random_models import source_of
 
 from pilotlight.engine.cuda.arena import CudaArena
 from pilotlight.engine.cuda.stream import SMALL_BYTES, OrderedCopies, PinnedSlabs
-from pilotlight.engine.device.kv import KvCache
 from pilotlight.engine.device.memory import StageMemory
 from pilotlight.engine.device.parameters import Parameters
-from pilotlight.engine.engine import Engine
-from pilotlight.engine.errors import BadCheckpoint, EngineFailed, NoRoom, RestoreFailed
+from pilotlight.engine.errors import BadCheckpoint, EngineFailed, RestoreFailed
 from pilotlight.engine.models.registry import decoder_of
 from pilotlight.native.copier import Copier
-from pilotlight.native.library import NativeError
 from pilotlight.policy.ids import InstanceId
 from pilotlight.policy.model import Dtype
 
@@ -206,73 +203,6 @@ def test_parts_that_were_ordered_ahead_come_to_their_places(arena, checkpoint, c
         for name, (_, shape, buffer) in tensors.items():
             expected = torch.frombuffer(bytearray(buffer), dtype=torch.float64).view(shape)
             assert torch.equal(placed[name.removeprefix(decoder.prefix(part))], expected), name
-
-
-MAPPING = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
-
-
-def mapped_by(fake: FakeCuda) -> tuple[int, ...]:
-    return tuple(fake.calls(name) for name in MAPPING)
-
-
-def test_nothing_is_mapped_between_the_first_copy_and_the_last(
-    arena, checkpoint, clock, fake, monkeypatch
-):
-    """A driver that maps and copies that are under way wait for each other."""
-    model, seen = checkpoint("llama"), []
-    engine = Engine(1, clock, arena=arena)
-    order = arena.copier.order
-    before = mapped_by(fake)
-
-    def ordered(*given, **named):
-        seen.append(mapped_by(fake))
-        return order(*given, **named)
-
-    monkeypatch.setattr(arena.copier, "order", ordered)
-    early = {0: model.parts[0], 1: {}, 2: model.parts[2], 99: {}}
-    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
-    engine.begin_load(*given, early=lambda: early)
-    assert len(seen) == 2, "of the parts that can be read"
-    for part in range(model.spec.num_layers + 2):
-        placed = engine.place_part(INSTANCE, part, model.parts[part])
-    assert placed.ready
-    assert len(seen) == model.spec.num_layers + 2, "no part comes twice"
-    assert {*seen, mapped_by(fake)} == {seen[0]}
-    extents = 1 + 2 * model.spec.num_layers
-    used = [after - was for was, after in zip(before, seen[0], strict=True)]
-    assert used == [extents] * 3 + [0] * 2, "parameters are one, each layer's keys and values one"
-    engine.unload(INSTANCE)
-
-
-def test_no_copy_begins_where_a_stage_cannot_be_set_up(arena, checkpoint, clock, monkeypatch):
-    model, asked = checkpoint("llama"), []
-    engine = Engine(1, clock, arena=arena)
-
-    def refuse(*_):
-        raise NoRoom("the device refuses 64 bytes")
-
-    monkeypatch.setattr(KvCache, "resize", refuse)
-    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
-    with pytest.raises(NoRoom):
-        engine.begin_load(*given, early=lambda: asked.append(True) or {0: model.parts[0]})
-    assert asked == []
-    assert arena.backed_bytes == arena.physical_bytes == 0
-
-
-def test_what_a_device_does_not_copy_early_is_said_when_it_is_placed(
-    arena, checkpoint, clock, monkeypatch
-):
-    model = checkpoint("llama")
-    engine = Engine(1, clock, arena=arena)
-    monkeypatch.setattr(Copier, "submit", refused_copy)
-    given = INSTANCE, model.spec, model.spec.whole, Dtype.FLOAT64, 64 * MIB
-    engine.begin_load(*given, early=lambda: {0: model.parts[0]})
-    with pytest.raises(EngineFailed, match="do not come"):
-        engine.place_part(INSTANCE, 0, model.parts[0])
-
-
-def refused_copy(*_, **__):
-    raise NativeError(719, "the device is gone")
 
 
 def test_what_can_be_done_beside_copies_is_done_once_they_have_begun(

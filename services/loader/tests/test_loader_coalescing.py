@@ -19,7 +19,7 @@ from pilotlight.common.roster import Roster
 from pilotlight.common.roster_feed import RosterFeed
 from pilotlight.common.testing import until
 from pilotlight.common.waiting import cancel_all, every
-from pilotlight.dataplane.pool_client import ReportConnection
+from pilotlight.dataplane.report_connection import ReportConnection
 from pilotlight.loader.testing import Cluster
 from pilotlight.policy.cluster import Liveness
 from pilotlight.policy.ids import Epoch, WorkerId

@@ -96,6 +96,10 @@ class PoolLeases:
     """Parts of a lease that a closed gate lets pass."""
     given: list[int] = field(default_factory=list)
     """Parts that came."""
+    grants: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared, a lease is asked for and not granted yet."""
+    refusal: Exception | None = None
+    """Raised in the place of a grant."""
 
     async def lease(
         self,
@@ -108,6 +112,9 @@ class PoolLeases:
     ) -> "_OpenLease":
         self.asked.append((instance_id, parts, trace_parent))
         self.priorities.append(priority)
+        await self.grants.wait()
+        if self.refusal is not None:
+            raise self.refusal
         return _OpenLease(self, parts)
 
 
@@ -243,6 +250,7 @@ def make_pool(model: Model, folder: Path) -> TinyPool:
 def leases(pool: TinyPool) -> Iterator[PoolLeases]:
     """Leases that give every part at once; clear ``gate`` to hold parts back."""
     made = PoolLeases(pool)
+    made.grants.set()
     made.gate.set()
     made.may_end.set()
     yield made

@@ -31,9 +31,9 @@ from pilotlight.policy.materialized import (
 )
 from pilotlight.policy.model import Dtype, Model
 from pilotlight.policy.phase import PhaseName
-from pilotlight.worker.artifacts import Refused, checked
 from pilotlight.worker.engine_child.restoring import Restoring
 from pilotlight.worker.found import Found
+from pilotlight.worker.manifests import Refused, checked
 from pilotlight.worker.testing import CLUSTER_KEY, MakeRig, Rig
 
 
@@ -250,9 +250,13 @@ async def test_what_is_listed_is_given_to_the_engine_once_it_is_found(
     artifacts = rig.worker.artifacts
     assert artifacts is not None
     listing.found = ArtifactsFound(artifacts=())
-    assert (await artifacts.of(rig.a_hold("inst-2"))).manifest, "it is remembered"
+    at_once = artifacts.at_once(rig.a_hold("inst-2"))
+    assert at_once is not None
+    assert at_once.manifest, "it is remembered"
+    assert await artifacts.of(rig.a_hold("inst-2")) == at_once
     artifacts.on_engine_died(RestoreFailed.code)
     assert await artifacts.of(rig.a_hold("inst-3")) == Found(), "and not trusted any more"
+    assert artifacts.at_once(rig.a_hold("inst-3")) is None
     artifacts.forget(Fingerprint.of(HERE, rig.model).digest)
     assert await artifacts.of(rig.a_hold("inst-4")) == Found(), "it is looked for again"
     assert restores(rig)["none", ""] == 1.0

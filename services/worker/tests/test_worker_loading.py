@@ -1,5 +1,6 @@
 """Stages that are being loaded: the requests that they take, and loads that come to no good end."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -7,10 +8,12 @@ import pytest
 
 from pilotlight.common.errors import SourceUnavailable
 from pilotlight.common.testing import until
+from pilotlight.common.waiting import pause
 from pilotlight.policy.cluster import HeldState
 from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import PhaseName
 from pilotlight.policy.request import FinishReason
+from pilotlight.worker.core import StartSteps
 from pilotlight.worker.testing import INSTANCE, ROOM, MakeRig
 
 pytestmark = pytest.mark.anyio
@@ -157,6 +160,63 @@ async def test_a_load_that_is_not_wanted_any_more_is_called_off(
     leases.gate.set()
     await rig.state(HeldState.READY, "inst-2")
     assert rig.held() is None
+
+
+@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("how", ["granted", "refused", "called off", "engine"])
+async def test_an_engine_makes_room_while_the_lease_is_asked_for(
+    make_rig: MakeRig, leases: Any, process: bool, how: str
+) -> None:
+    rig = await make_rig(process=process)
+    leases.grants.clear()
+    await rig.command(rig.a_hold())
+    held = await rig.until(lambda: (held := rig.held()) and held.open and held)
+    assert held.state is HeldState.LOADING
+    assert leases.open == 0
+    assert (await rig.submit()).accepted
+    if how == "called off":
+        await rig.command()
+    elif how == "engine":
+        await rig.worker.core.engine.kill("a test")
+    else:
+        leases.refusal = SourceUnavailable("no loader") if how == "refused" else None
+        leases.grants.set()
+    last = await rig.finish_of()
+    if how == "granted":
+        assert last.finish is FinishReason.LENGTH
+        await rig.state(HeldState.READY)
+        await rig.until(lambda: {PhaseName.INIT, PhaseName.LOAD} <= rig.phases.keys())
+        leased_s = max(one.end_s for one in rig.phases[PhaseName.INIT] if one.detail == "lease")
+        assert leased_s <= min(one.end_s for one in rig.phases[PhaseName.LOAD])
+        return
+    assert last.code == ("engine_failed" if how == "engine" else "not_loaded")
+    await rig.state(None if how == "called off" else HeldState.FAILED)
+    assert leases.open == 0
+    # The engine has given its memory back: all of it is there for the next one.
+    leases.refusal = None
+    leases.grants.set()
+    await rig.until(lambda: rig.facts and rig.facts.engine_up)
+    await rig.command(rig.a_hold("inst-2", size=ROOM))
+    await rig.state(HeldState.READY, "inst-2")
+
+
+async def test_a_lease_that_is_refused_at_once_never_comes_to_the_engine(
+    make_rig: MakeRig, leases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, told = await make_rig(), list[Any]()
+
+    async def load_stage(*command: Any) -> None:
+        told.append(command)
+
+    monkeypatch.setattr(rig.worker.core.engine.main, "load_stage", load_stage)
+    rig.worker.core.steps = StartSteps(prefetch=False)
+    monkeypatch.setattr(rig.worker.stages.lending, "made_room", partial(pause, 0.01))
+    leases.refusal = SourceUnavailable("no loader")
+    await rig.command(rig.a_hold())
+    failed = await rig.state(HeldState.FAILED)
+    assert failed is not None
+    assert failed.reason == "source_unavailable: no loader"
+    assert told == []
 
 
 async def test_a_part_that_cannot_be_had_fails_the_stage(make_rig: MakeRig, leases: Any) -> None:

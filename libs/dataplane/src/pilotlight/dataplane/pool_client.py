@@ -7,10 +7,11 @@ grace lasts. A restarted loader adopts the pool's file, so what was mapped stays
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Self
 
 import structlog
 
@@ -21,7 +22,7 @@ from pilotlight.common.errors import (
     SourceUnavailable,
     error_of,
 )
-from pilotlight.common.messages.codec import read_frame, write_frame
+from pilotlight.common.messages.codec import frame, read_frame, write_frame
 from pilotlight.common.messages.pool import (
     RETURN_S,
     FromLoader,
@@ -31,11 +32,9 @@ from pilotlight.common.messages.pool import (
     LeaseFailed,
     LeaseGranted,
     PartReady,
-    Relayed,
-    WorkerHere,
-    WorkerSaid,
 )
 from pilotlight.common.waiting import Backoff, cancel_all, pause, within
+from pilotlight.dataplane.report_connection import ReportConnection, ReportRelay, relay_reports
 from pilotlight.policy.cluster import FetchPriority
 from pilotlight.policy.ids import InstanceId, WorkerId
 from pilotlight.policy.model import Model
@@ -47,43 +46,6 @@ GRACE_S = 60.0
 CONNECT_S = 5.0
 GRANT_S = 5.0
 """From the request for a lease to its grant; fetching comes after it."""
-
-
-MAX_UNREAD_BYTES = 1 << 20
-"""What a loader may leave unread of a worker's reports; more is not sent to it."""
-
-
-class ReportRelay(Protocol):
-    """Gives its reports to the loader while that passes them on."""
-
-    def opened(self, connection: "ReportConnection") -> None:
-        """There is a loader."""
-        ...
-
-    def on_relayed(self, relayed: Relayed) -> None:
-        """The loader has passed on what it was given."""
-        ...
-
-    def closed(self) -> None:
-        """The loader is gone."""
-        ...
-
-
-class ReportConnection:
-    """The way of reports to one loader."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-
-    def send(self, message: WorkerSaid | WorkerHere) -> bool:
-        """Send; False when the loader does not read, or is gone, and nothing was sent."""
-        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            return False
-        try:
-            write_frame(self._writer, message)
-        except ConnectionResetError:
-            return False
-        return True
 
 
 class PoolClient:
@@ -131,7 +93,7 @@ class PoolClient:
                 if relay is None:
                     await reader.read(1)
                 else:
-                    await _relay(reader, ReportConnection(writer), relay)
+                    await relay_reports(reader, ReportConnection(writer), relay)
             except (PilotlightError, OSError) as error:
                 log.info(
                     "connection to the loader broke",
@@ -144,7 +106,7 @@ class PoolClient:
             # A loader that accepts and closes at once must not be asked in a tight loop.
             await pause(self._backoff.delay_s(0, self._rng))
 
-    async def lease(
+    def lease(
         self,
         worker_id: WorkerId,
         instance_id: InstanceId,
@@ -152,8 +114,9 @@ class PoolClient:
         parts: tuple[int, ...],
         trace_parent: str = "",
         priority: FetchPriority = FetchPriority.COLD_START,
-    ) -> "PoolLease":
-        """Ask for parts of a model; returns when the lease is granted.
+    ) -> "Coroutine[Any, Any, PoolLease]":
+        """Ask for parts of a model, before this is awaited if the loader takes it at once; returns
+        when the lease is granted.
 
         Args:
             worker_id: Who asks.
@@ -175,22 +138,45 @@ class PoolClient:
             trace_parent=trace_parent,
             priority=priority,
         )
-        reader, writer, granted = await self.ask(request)
+        return self._leased(request, self._asked_at_once(request))
+
+    async def _leased(self, request: Lease, asked: socket.socket | None) -> "PoolLease":
+        reader, writer, granted = await self.ask(request, asked)
         try:
             return PoolLease(self, request, reader, writer, granted)
         except SourceUnavailable:
             writer.close()
             raise
 
+    def _asked_at_once(self, request: Lease) -> socket.socket | None:
+        """A connection to the loader that has the request: no turn of the loop comes before it.
+        None where there is no loader now, or it is busy.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            connection.connect(str(self._path))
+            said = frame(request)
+            if connection.send(said) == len(said):
+                return connection
+        except OSError:
+            pass  # Those who wait for a loader find out.
+        connection.close()
+        return None
+
     async def ask(
-        self, request: Lease
+        self, request: Lease, asked: socket.socket | None = None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, LeaseGranted]:
-        """A new connection on which a lease is granted. Raises what ``lease`` raises."""
+        """A new connection on which a lease is granted; the first one tried is that on which it was
+        ``asked`` for already. Raises what ``lease`` raises.
+        """
         until_s = self.clock.monotonic_s() + self._grace_s
         while self.clock.monotonic_s() <= until_s:
-            reader, writer = await self._connect()
+            has, asked = asked, None
+            reader, writer = await (self._connect() if has is None else _streams(has))
             try:
-                write_frame(writer, request)
+                if has is None:
+                    write_frame(writer, request)
                 answer = await within(
                     GRANT_S, read_frame(reader, FromLoader), "the grant of a lease"
                 )
@@ -233,17 +219,10 @@ class PoolClient:
             attempt += 1
 
 
-async def _relay(
-    reader: asyncio.StreamReader, connection: ReportConnection, relay: ReportRelay
-) -> None:
-    """Return when the loader is gone."""
-    relay.opened(connection)
-    try:
-        while (told := await read_frame(reader, FromLoader)) is not None:
-            if isinstance(told, Relayed):
-                relay.on_relayed(told)
-    finally:
-        relay.closed()
+async def _streams(
+    connection: socket.socket,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_unix_connection(sock=connection)
 
 
 class PoolLease:

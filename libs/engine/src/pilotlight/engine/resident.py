@@ -99,8 +99,8 @@ class ResidentStage:
         self.parameters = Parameters(self.memory)
         try:
             self.kv = KvCache(self.memory, self.num_blocks)
-            # Behind what maps most: that and copies wait for each other.
-            self.parameters.order(early() if early is not None else {}, most=1)
+            # Behind what maps most: that and copies wait for each other. Before all else.
+            self.parameters.order(early.first() if early else {})
             self.compute = compute_on(self.memory, self.parameters, self.kv, plan)
         except (EngineError, torch.OutOfMemoryError):
             self.parameters.close()
@@ -108,7 +108,7 @@ class ResidentStage:
             raise
         self.parameters.meanwhile = self.compute.rehearse
         self.parameters.behind_last = lambda: self.compute.arriving(len(self.scheduler.requests))
-        self.parameters.order(early() if early is not None else {})
+        self.parameters.order(early.come() if early else {})
         self.sample = self.compute.sample
         # One model in one dtype: its name tells contents apart, also between its stages.
         self.tables = BlockTables(

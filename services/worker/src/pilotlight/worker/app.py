@@ -33,8 +33,9 @@ from pilotlight.worker.engines.spare import Spare
 from pilotlight.worker.engines.switch import EngineSwitch
 from pilotlight.worker.graph_uses import FOLDER, GraphUses
 from pilotlight.worker.groups import Groups
+from pilotlight.worker.leasing import EveryPart, PartSource
 from pilotlight.worker.loader_link import LoaderLink
-from pilotlight.worker.loading import EveryPart, PartSource, StageLoader
+from pilotlight.worker.loading import StageLoader
 from pilotlight.worker.metrics import WorkerMetrics
 from pilotlight.worker.requests import RequestTable
 from pilotlight.worker.settings import WorkerSettings

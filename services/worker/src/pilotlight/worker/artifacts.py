@@ -7,18 +7,16 @@ start computes everything itself.
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
-from blake3 import blake3
 
-from pilotlight.common.artifact_signing import is_signed
 from pilotlight.common.errors import PilotlightError, RestoreFailed
 from pilotlight.common.ids import new_event_id
 from pilotlight.common.messages.artifacts import (
     FIND_ARTIFACTS_SUBJECT,
-    ArtifactInfo,
     ArtifactsFound,
     FindArtifacts,
 )
@@ -29,11 +27,12 @@ from pilotlight.common.messages.hold import Hold
 from pilotlight.common.store import ObjectStore, artifact_key
 from pilotlight.common.waiting import within
 from pilotlight.policy.ids import Digest, InstanceId, ModelName
-from pilotlight.policy.materialized import FORMAT, Artifact, Blob, Fingerprint, first_difference
+from pilotlight.policy.materialized import Artifact, Blob, Fingerprint, first_difference
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.found import Found, blobs_of, has_a_range, is_whole, may_grow
 from pilotlight.worker.graph_files import GraphFiles, WrongArchive
 from pilotlight.worker.graph_uses import GraphUses
+from pilotlight.worker.manifests import Refused, checked
 
 log = structlog.get_logger()
 
@@ -48,55 +47,6 @@ SUSPECTED = 2
 """Engines that ended before an artifact's kernels had given a token: then they are not used."""
 REMEMBERED = 64
 """Manifests that are kept, of a few kilobytes each."""
-MAX_MANIFEST_BYTES = 1 << 20
-
-
-class Refused(Exception):
-    """An artifact is not used; ``field`` says what is wrong with it."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
-        self.field = field
-
-
-def checked(info: ArtifactInfo, data: bytes, wanted: Fingerprint, cluster_key: bytes) -> Artifact:
-    """The manifest, if it is this cluster's, whole, and of the fingerprint that is wanted.
-
-    Args:
-        info: what is listed of it.
-        data: its bytes.
-        wanted: what it must have been made for.
-        cluster_key: what it must be signed with.
-
-    Raises:
-        Refused: by the name of what is wrong: ``signature``, ``size``, ``digest``, ``manifest``,
-            ``format``, or a field of the fingerprint.
-    """
-    signed = is_signed(
-        cluster_key,
-        info.signature,
-        fingerprint=info.fingerprint,
-        kind=info.kind,
-        blob_digest=info.blob_digest,
-        size_bytes=info.size_bytes,
-    )
-    if not signed:
-        raise Refused("signature")
-    if len(data) != info.size_bytes or len(data) > MAX_MANIFEST_BYTES:
-        raise Refused("size")
-    if blake3(data).hexdigest() != info.blob_digest:
-        raise Refused("digest")
-    try:
-        artifact = decode_json(data, Artifact)
-    except PilotlightError as error:
-        raise Refused("manifest") from error
-    if artifact.format != FORMAT:
-        raise Refused("format")
-    if field := first_difference(wanted, artifact.fingerprint):
-        raise Refused(field)
-    if info.fingerprint != wanted.digest:
-        raise Refused("fingerprint")
-    return artifact
 
 
 @dataclass(slots=True)
@@ -157,14 +107,34 @@ class Artifacts:
         self._suspected: dict[Digest, int] = {}
         """Engines that ended with an artifact's kernels unsettled."""
 
+    def at_once(self, hold: Hold) -> Found | None:
+        """As ``of``, where nothing has to be waited for, as in a start of a model that was here
+        before; None of any other.
+        """
+        wanted = self._wanted(hold)
+        if wanted is None:
+            return Found()
+        digest = wanted.digest
+        known = self._known.get(digest)
+        if not known or digest in self._distrusted:
+            return None
+        if not self._with_graphs:
+            self._give(digest, known)
+            return Found(known)
+        blobs = [blob for blob, _, _ in self._blobs_of(hold, digest, known)]
+        paths = ["" if blob is None else self._files.path_of(blob) for blob in blobs]
+        uses = self._uses.known(digest) if any(paths) else {}
+        late = any(blob and not path for blob, path in zip(blobs, paths, strict=True))
+        if uses is None or late:
+            return None
+        self._give(digest, known)
+        return self._found(hold, digest, known, paths, uses)
+
     async def of(self, hold: Hold) -> Found:
         """What a stage is restored from."""
-        environment = self._core.environment
-        whole = is_whole(hold)
-        wanting = whole or (self._with_graphs and (may_grow(hold) or has_a_range(hold)))
-        if environment is None or self._cluster_key is None or not wanting:
+        wanted = self._wanted(hold)
+        if wanted is None or self._cluster_key is None:
             return Found()
-        wanted = Fingerprint.of(environment, hold.model)
         digest = wanted.digest
         if digest in self._distrusted:
             self._count("distrusted")
@@ -174,22 +144,14 @@ class Artifacts:
             known = await self._look(hold, wanted, self._cluster_key)
         if not known:
             return Found()
-        self._remember(digest, known)
-        self._given.add(digest)
-        self._count("found")
+        self._give(digest, known)
         if not self._with_graphs:
             return Found(known)
-        graphs, ranged, kernels = await self._files_of(hold, digest, known)
-        if not (whole or graphs or ranged or kernels):
-            return Found()  # all that is left is of whole models
-        return Found(
-            known,
-            graphs,
-            kernels,
-            (RangeFile(layers=hold.stage, path=ranged),) if ranged else (),
-            await self._uses.of(digest),
-            self._ways,
+        paths = await asyncio.gather(
+            *(self._file_of(hold, digest, *blob) for blob in self._blobs_of(hold, digest, known))
         )
+        uses = await self._uses.of(digest) if any(paths) else {}
+        return self._found(hold, digest, known, paths, uses)
 
     def close(self) -> None:
         """Give the memory of archives back: no engine reads them any more."""
@@ -294,26 +256,55 @@ class Artifacts:
         checked(info, data, wanted, key)
         return data
 
-    async def _files_of(self, hold: Hold, digest: Digest, manifest: bytes) -> tuple[str, str, str]:
-        """Where the whole model's graphs of an artifact are, those of the stage's range, and its
-        compiled kernels.
+    def _wanted(self, hold: Hold) -> Fingerprint | None:
+        """Of what artifacts a stage is restored; None: of none."""
+        environment = self._core.environment
+        graphs = self._with_graphs and (may_grow(hold) or has_a_range(hold))
+        if environment is None or self._cluster_key is None or not (is_whole(hold) or graphs):
+            return None
+        return Fingerprint.of(environment, hold.model)
+
+    def _give(self, digest: Digest, manifest: bytes) -> None:
+        self._remember(digest, manifest)
+        self._given.add(digest)
+        self._count("found")
+
+    def _blobs_of(
+        self, hold: Hold, digest: Digest, manifest: bytes
+    ) -> tuple[tuple[Blob | None, str, float], ...]:
+        """The whole model's graphs of an artifact, those of the stage's range, and its compiled
+        kernels: each with its name, and how long it is waited for.
         """
         blobs = blobs_of(decode_json(manifest, Artifact), hold)
         kernels = None if self._suspected.get(digest, 0) >= SUSPECTED else blobs.kernels
         # Those of ranges are restored in the usual way alone.
         ranged = blobs.ranged if self._ways == GraphWays() else None
-        found = await asyncio.gather(
-            self._file_of(hold, digest, blobs.graphs, "graphs", GRAPHS_S),
-            self._file_of(hold, digest, ranged, "range_graphs", GRAPHS_S),
-            self._file_of(hold, digest, kernels, "kernels", KERNELS_S),
+        return (
+            (blobs.graphs, "graphs", GRAPHS_S),
+            (ranged, "range_graphs", GRAPHS_S),
+            (kernels, "kernels", KERNELS_S),
         )
-        if any(found):
+
+    def _found(
+        self,
+        hold: Hold,
+        digest: Digest,
+        manifest: bytes,
+        paths: Sequence[str],
+        uses: dict[int, int],
+    ) -> Found:
+        """What a stage is given, where the blobs of ``_blobs_of`` are there."""
+        graphs, ranged, kernels = paths
+        if any(paths):
             self._stages[hold.instance_id] = _Stage(
-                digest, hold.model.name, unsettled=bool(found[2])
+                digest, hold.model.name, unsettled=bool(kernels)
             )
             while len(self._stages) > REMEMBERED:
                 self._stages.popitem(last=False)
-        return found
+        elif not is_whole(hold):
+            return Found()  # all that is left is of whole models
+        ranges = (RangeFile(layers=hold.stage, path=ranged),) if ranged else ()
+        return Found(manifest, graphs, kernels, ranges, uses, self._ways)
 
     async def _file_of(
         self, hold: Hold, digest: Digest, blob: Blob | None, name: str, wait_s: float

@@ -33,7 +33,7 @@ from pilotlight.policy.model import Model, Stage
 from pilotlight.policy.phase import Moment, Phase, PhaseName
 from pilotlight.policy.request import FinishReason, Sampling
 from pilotlight.worker.engines.client import EngineClient, EngineDied, EngineEvent
-from pilotlight.worker.loading import PartLease, PartSource
+from pilotlight.worker.leasing import PartLease, PartSource
 
 INSTANCE = InstanceId("build")
 EVENT_S = 300.0

@@ -53,8 +53,8 @@ from pilotlight.worker.build_steps import Built, build
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.engines.client import EngineClient
 from pilotlight.worker.held_table import HeldTable
+from pilotlight.worker.leasing import PartSource
 from pilotlight.worker.lending import Lending
-from pilotlight.worker.loading import PartSource
 
 log = structlog.get_logger()
 

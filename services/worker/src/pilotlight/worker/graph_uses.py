@@ -88,6 +88,11 @@ class GraphUses:
                 await within(READ_S, reading, "reading how often graphs were used")
         return self._known.get(digest, {})
 
+    def known(self, digest: Digest) -> dict[int, int] | None:
+        """As ``of``; None where its file has to be read first."""
+        uses = self._known.get(digest)
+        return {} if uses is None and self._folder is None else uses
+
     def add(self, digest: Digest, now: Mapping[int, int], *, again: bool) -> None:
         """A stage of an artifact tells what it has used.
 

@@ -10,7 +10,8 @@ import structlog
 
 from pilotlight.common.service import Background
 from pilotlight.common.waiting import cancel_all
-from pilotlight.dataplane.pool_client import PoolClient, ReportRelay
+from pilotlight.dataplane.pool_client import PoolClient
+from pilotlight.dataplane.report_connection import ReportRelay
 from pilotlight.policy.ids import WorkerId
 
 log = structlog.get_logger()

@@ -3,10 +3,11 @@ the stage stands.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pilotlight.common.clock import moment_of
 from pilotlight.common.errors import EngineFailed, PilotlightError, SourceChanged
@@ -21,16 +22,17 @@ from pilotlight.common.messages.pipelines import (
 )
 from pilotlight.common.messages.pool import PartReady
 from pilotlight.common.telemetry import current_traceparent, span, with_parent
-from pilotlight.common.waiting import cancel_all, within
+from pilotlight.common.waiting import cancel_all, pause, within
 from pilotlight.dataplane.table import HEADER_BYTES, read_header
 from pilotlight.policy.cluster import FetchPriority
-from pilotlight.policy.ids import Epoch, InstanceId, WorkerId
-from pilotlight.policy.model import Model, Stage
+from pilotlight.policy.ids import Epoch, InstanceId
+from pilotlight.policy.model import Stage
 from pilotlight.policy.phase import Moment, PhaseName
 from pilotlight.policy.remaining import remaining
 from pilotlight.worker.artifacts import Artifacts
 from pilotlight.worker.core import WorkerCore
 from pilotlight.worker.found import Found, may_grow
+from pilotlight.worker.leasing import PartLease, PartSource, leasing
 
 PART_DEADLINE_S = 300.0
 """Between two parts. A loader says itself when a source stalls; this is for a loader that hangs."""
@@ -43,52 +45,6 @@ yield to all other fetches, and each of which has a deadline of its own."""
 
 _Told = TypeVar("_Told", StageLoaded, StageGrown)
 """What an engine says when the last part is in place."""
-
-
-class PartLease(AbstractAsyncContextManager["PartLease"], Protocol):
-    """Parts that stay in the host pool until this is left.
-
-    ``dataplane.pool_client.PoolLease`` is the real one.
-    """
-
-    pool_path: str
-
-    @property
-    def intact(self) -> bool:
-        """Whether no part may have been dropped since it was ready."""
-        ...
-
-    def __aiter__(self) -> AsyncIterator[PartReady]:
-        """Each part as it becomes ready; ends after the last."""
-        ...
-
-
-class PartSource(Protocol):
-    """Where a worker leases parts. ``dataplane.pool_client.PoolClient`` is the real one."""
-
-    async def lease(
-        self,
-        worker_id: WorkerId,
-        instance_id: InstanceId,
-        model: Model,
-        parts: tuple[int, ...],
-        trace_parent: str = "",
-        priority: FetchPriority = FetchPriority.COLD_START,
-    ) -> PartLease:
-        """Returns when the lease is granted.
-
-        Args:
-            worker_id: For whom the parts stay.
-            instance_id: For what.
-            model: Its parts.
-            parts: Which of them, by index.
-            trace_parent: Of the cold start's trace; empty: there is none.
-            priority: How much it matters that they come soon.
-
-        Raises:
-            PilotlightError: there is no loader, or it refused.
-        """
-        ...
 
 
 class StageLoader:
@@ -150,30 +106,32 @@ class StageLoader:
             span("load", instance_id=hold.instance_id, model=hold.model.name),
         ):
             self._core.make_way()
-            finding = asyncio.create_task(self._artifact(hold), name="artifact")
-            try:
-                if not self._core.steps.prefetch:
-                    asked_s = await self._renew(hold, asked_s)
-                parts = hold.model.spec.parts_of(hold.stage)
-                parent = current_traceparent() or hold.trace_parent
-                lease = await self._source.lease(
-                    self._core.worker_id, hold.instance_id, hold.model, parts, parent
-                )
-                self._pool_path = lease.pool_path
-                async with lease:
+            if not self._core.steps.prefetch:
+                asked_s = await self._renew(hold, asked_s)
+            async with self._leasing(hold, hold.model.spec.parts_of(hold.stage)) as granted:
+                # Most are here already: a start has one turn of the loop until its engine is told.
+                found = Found() if self._artifacts is None else self._artifacts.at_once(hold)
+                finding: set[asyncio.Task[Found]] = set()
+                try:
+                    if found is None:
+                        finding.add(asyncio.create_task(self._artifact(hold), name="artifact"))
                     if self._core.steps.prefetch:
                         asked_s = await self._renew(hold, asked_s)
                     await made_room()
-                    await self._begin(hold, lease, asked_s, await finding)
-                    if self._core.steps.overlap:
-                        self.begun(hold.instance_id)
-                    result = await self._fed(hold, lease, loaded)
-                    if hold.stage != hold.model.spec.whole:
-                        vouch = VouchStage(instance_id=hold.instance_id)
-                        await self._core.engine.vouch_stage(vouch)
-                    return result
-            finally:
-                await cancel_all((finding,))
+                    for one in finding:
+                        found = await one
+                finally:
+                    await cancel_all(finding)
+                if granted.done():
+                    granted.result()  # What is refused by now never comes to the engine.
+                await self._begin(hold, granted, asked_s, found or Found())
+                if self._core.steps.overlap:
+                    self.begun(hold.instance_id)
+                result = await self._fed(hold, granted, loaded)
+                if hold.stage != hold.model.spec.whole:
+                    vouch = VouchStage(instance_id=hold.instance_id)
+                    await self._core.engine.vouch_stage(vouch)
+                return result
 
     async def grow(
         self,
@@ -203,29 +161,19 @@ class StageLoader:
             with_parent(hold.trace_parent),
             span("grow", instance_id=hold.instance_id, model=hold.model.name),
         ):
-            parent = current_traceparent() or hold.trace_parent
             # The group serves without them: they yield to what cold starts wait for.
-            lease = await self._source.lease(
-                self._core.worker_id,
-                hold.instance_id,
-                hold.model,
-                parts,
-                parent,
-                FetchPriority.PREFETCH,
-            )
-            self._pool_path = lease.pool_path
-            async with lease:
+            async with self._leasing(hold, parts, FetchPriority.PREFETCH) as granted:
                 extend = ExtendStage(
                     instance_id=hold.instance_id,
                     stage=hold.stage,
                     device_bytes=hold.device_bytes,
-                    pool_path=lease.pool_path,
+                    pool_path=(await granted).pool_path,
                     shorter=shorter,
                 )
                 await made_room()
                 await self._core.engine.extend_stage(extend)
                 within_s = FORMING_DEADLINE_S if shorter else LOADED_DEADLINE_S
-                result = await self._fed(hold, lease, grown, within_s)
+                result = await self._fed(hold, granted, grown, within_s)
                 if shorter:
                     vouch = VouchStage(instance_id=hold.instance_id)
                     await self._core.engine.vouch_stage(vouch)
@@ -238,17 +186,35 @@ class StageLoader:
                 CallOffExtend(instance_id=instance_id, code=error.code, message=error.message)
             )
 
+    def _leasing(
+        self,
+        hold: Hold,
+        parts: tuple[int, ...],
+        priority: FetchPriority = FetchPriority.COLD_START,
+    ) -> AbstractAsyncContextManager[asyncio.Future[PartLease]]:
+        asked = self._source.lease(
+            self._core.worker_id,
+            hold.instance_id,
+            hold.model,
+            parts,
+            current_traceparent() or hold.trace_parent,
+            priority,
+        )
+        return leasing(asked, f"lease of {hold.instance_id}")
+
     async def _fed(
         self,
         hold: Hold,
-        lease: PartLease,
+        granted: asyncio.Future[PartLease],
         told: asyncio.Future[_Told],
         within_s: float = LOADED_DEADLINE_S,
     ) -> _Told:
         """Hand the parts of a lease over, and wait for what the engine says at the end, or
         before.
         """
-        feeding = asyncio.create_task(self._feed(hold, lease), name=f"parts of {hold.instance_id}")
+        feeding = asyncio.create_task(
+            self._feed(hold, granted), name=f"parts of {hold.instance_id}"
+        )
         try:
             # The engine may refuse a part while the next one is still on its way.
             await asyncio.wait({feeding, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +223,7 @@ class StageLoader:
             result = await within(within_s, asyncio.shield(told), "placing the last part")
         finally:
             await cancel_all((feeding,))
-        if not lease.intact:
+        if not (await granted).intact:
             raise SourceChanged("the host pool changed while parts were copied from it")
         return result
 
@@ -270,6 +236,8 @@ class StageLoader:
         Raises:
             EngineFailed: it does not start.
         """
+        if self._core.engine.renews:
+            await pause(0)  # Its parts are asked for first.
         start_s = self._core.clock.monotonic_s()
         if not await self._core.engine.renew():
             return asked_s
@@ -279,7 +247,14 @@ class StageLoader:
         self.renewed()
         return end_s
 
-    async def _begin(self, hold: Hold, lease: PartLease, asked_s: float, found: Found) -> None:
+    async def _begin(
+        self, hold: Hold, granted: asyncio.Future[PartLease], asked_s: float, found: Found
+    ) -> None:
+        """Have the engine make room, also while the lease is asked for.
+
+        Parts say themselves where they are: before the grant nobody knows that the pool is the one
+        of before.
+        """
         sent = moment_of(self._core.clock)
         load = LoadStage(
             instance_id=hold.instance_id,
@@ -287,7 +262,6 @@ class StageLoader:
             stage=hold.stage,
             device_bytes=hold.device_bytes,
             may_grow=may_grow(hold),
-            pool_path=lease.pool_path,
             artifact=found.manifest,
             graphs=found.graphs,
             precomputed=Precomputed(
@@ -302,23 +276,45 @@ class StageLoader:
         restored = found.manifest and hold.stage == hold.model.spec.whole
         name = PhaseName.RESTORE if restored else PhaseName.INIT
         self._core.phases.record(hold.instance_id, name, asked_s, sent.at_s, detail="lease")
+        if not granted.done():
+            granted.add_done_callback(partial(self._granted, hold.instance_id, name, sent.at_s))
 
-    async def _feed(self, hold: Hold, lease: PartLease) -> None:
+    def _granted(
+        self,
+        instance_id: InstanceId,
+        name: PhaseName,
+        told_s: float,
+        granted: asyncio.Future[PartLease],
+    ) -> None:
+        """A lease is granted, or is not, of which the engine was told before."""
+        if not granted.cancelled() and granted.exception() is None:
+            self._core.phases.record(instance_id, name, told_s, detail="lease")
+
+    async def _feed(self, hold: Hold, granted: asyncio.Future[PartLease]) -> None:
+        lease = await asyncio.shield(granted)
+        self._pool_path = lease.pool_path
         frames = aiter(lease)
         kept: list[PartReady] = []
         while (
             ready := await within(PART_DEADLINE_S, anext(frames, None), "the next part")
         ) is not None:
             if self._core.steps.stream:
-                await self._place(hold, ready, ready.ready)
+                await self._place(hold, lease, ready, ready.ready)
             else:
                 kept.append(ready)
         all_here = moment_of(self._core.clock)
         for ready in kept:
-            await self._place(hold, ready, all_here)
+            await self._place(hold, lease, ready, all_here)
 
-    async def _place(self, hold: Hold, part: PartReady, ready: Moment | None) -> None:
-        place = PlacePart(instance_id=hold.instance_id, part=part.part, tensors=part.tensors)
+    async def _place(
+        self, hold: Hold, lease: PartLease, part: PartReady, ready: Moment | None
+    ) -> None:
+        place = PlacePart(
+            instance_id=hold.instance_id,
+            part=part.part,
+            tensors=part.tensors,
+            pool_path=lease.pool_path,
+        )
         await self._core.engine.place_part(place, ready)
 
 
@@ -330,38 +326,3 @@ def epoch_in_pool(path: str) -> Epoch:
     except OSError:
         return Epoch(0)
     return header.highest_epoch if header is not None else Epoch(0)
-
-
-class EveryPart:
-    """``PartSource`` of a simulated worker without a loader: every part is ready, and has no
-    bytes.
-    """
-
-    async def lease(
-        self,
-        worker_id: WorkerId,
-        instance_id: InstanceId,
-        model: Model,
-        parts: tuple[int, ...],
-        trace_parent: str = "",
-        priority: FetchPriority = FetchPriority.COLD_START,
-    ) -> PartLease:
-        return _EveryPartLease(parts)
-
-
-class _EveryPartLease:
-    pool_path = ""
-    intact = True
-
-    def __init__(self, parts: tuple[int, ...]) -> None:
-        self._parts = parts
-
-    async def __aenter__(self) -> "_EveryPartLease":
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        return None
-
-    async def __aiter__(self) -> AsyncIterator[PartReady]:
-        for part in self._parts:
-            yield PartReady(part=part, tensors=())

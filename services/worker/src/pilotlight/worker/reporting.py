@@ -20,7 +20,7 @@ from pilotlight.common.messages.reports import (
 )
 from pilotlight.common.node_state import aged_alike
 from pilotlight.common.waiting import Backoff, pause, within, woken
-from pilotlight.dataplane.pool_client import ReportConnection
+from pilotlight.dataplane.report_connection import ReportConnection
 from pilotlight.policy.cluster import WorkerFacts
 from pilotlight.policy.ids import Epoch
 from pilotlight.policy.shown import NO_TIMES

@@ -121,23 +121,40 @@ class FrameBuffer:
     def __init__(self, as_type: Any) -> None:
         self._as_type = as_type
         self._bytes = bytearray()
+        self._at = 0
+        """What is before it has been taken."""
 
     def feed(self, data: bytes) -> list[Any]:
         """Add bytes as they came; return the frames that are now complete."""
-        self._bytes += data
+        self.add(data)
         frames: list[Any] = []
-        while len(self._bytes) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes)
-            if length > MAX_FRAME_BYTES:
-                raise MessageTooLarge(
-                    f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken"
-                )
-            end = _LENGTH.size + length
-            if len(self._bytes) < end:
-                break
-            frames.append(decode_msgpack(bytes(self._bytes[_LENGTH.size : end]), self._as_type))
-            del self._bytes[:end]
+        while (one := self.take()) is not None:
+            frames.append(one)
         return frames
+
+    def add(self, data: bytes) -> None:
+        """Add bytes as they came."""
+        del self._bytes[: self._at]
+        self._at = 0
+        self._bytes += data
+
+    def take(self) -> Any:
+        """The next frame, which is decoded now and not when it came; None where none is complete.
+
+        Raises:
+            MessageTooLarge: the announced length is beyond ``MAX_FRAME_BYTES``.
+            MessageUndecodable: the body is not of the type.
+        """
+        begin = self._at + _LENGTH.size
+        if len(self._bytes) < begin:
+            return None
+        (length,) = _LENGTH.unpack_from(self._bytes, self._at)
+        if length > MAX_FRAME_BYTES:
+            raise MessageTooLarge(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
+        if len(self._bytes) < begin + length:
+            return None
+        self._at = begin + length
+        return decode_msgpack(bytes(self._bytes[begin : self._at]), self._as_type)
 
 
 def _checked(data: bytes, limit: int = MAX_PAYLOAD_BYTES) -> bytes:

@@ -32,7 +32,7 @@ from pilotlight.policy.shown import EngineStart
 
 
 class LoadStage(Message, tag="load", frozen=True, kw_only=True):
-    """Make room for a stage; its parts follow as ``PlacePart``.
+    """Make room for a stage; its parts follow as ``PlacePart``, as soon as the worker has them.
 
     The engine's part of ``init`` begins when it was sent.
     """
@@ -44,7 +44,8 @@ class LoadStage(Message, tag="load", frozen=True, kw_only=True):
     may_grow: bool = False
     """The bytes are those of the whole model, which a stage of a group is to become in them: it has
     no more KV than that will have."""
-    pool_path: str
+    pool_path: str = ""
+    """Where its parts lie; empty: each of them says so, for their lease is asked for meanwhile."""
     artifact: bytes = b""
     """The signed manifest of what the stage is restored from; empty: everything is computed."""
     graphs: str = ""
@@ -66,6 +67,9 @@ class PlacePart(Message, tag="part", frozen=True, kw_only=True):
     instance_id: InstanceId
     part: int
     tensors: tuple[TensorPlace, ...]
+    pool_path: str = ""
+    """Where they lie, if the stage was begun before that was known; of a stage the first part's
+    counts."""
 
 
 class ResizeStage(Message, tag="resize", frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,20 @@ checkpoint's: a neighbour with another model of the same form would be noticed."
 
 Following = tuple[int, Mapping[str, Source]]
 """A part's number, and its tensors."""
-Early = Callable[[], Mapping[int, Mapping[str, Source]]]
-"""Gives the parts that have come when a stage has its places, the first few; they are placed
-later."""
+
+
+class Early(Protocol):
+    """Parts that have come when a stage has its places; they are placed later."""
+
+    def first(self) -> Mapping[int, Mapping[str, Source]]:
+        """The first of them, which may be waited for as long as that gains something; nothing, if
+        there is none then.
+        """
+        ...
+
+    def come(self) -> Mapping[int, Mapping[str, Source]]:
+        """The first few, as many as have come."""
+        ...
 
 
 class Parameters:
@@ -143,16 +154,12 @@ class Parameters:
         self._placed[part] = self._memory.tensors(part) | self._memory.packs(part)
         return PlacedPart(copy_s=copy_s, convert_s=convert_s, ready=self.complete, why=why)
 
-    def order(self, parts: Mapping[int, Mapping[str, Source]], most: int | None = None) -> None:
+    def order(self, parts: Mapping[int, Mapping[str, Source]]) -> None:
         """Has copies of parts begin that are placed later, where something copies by itself, while
         no batches run. Their buffers have to stay until then. What is wrong with one is said when
         it is placed.
-
-        Args:
-            parts: that have come.
-            most: of them, the first ones; None: all.
         """
-        for part, tensors in islice(parts.items(), most):
+        for part, tensors in parts.items():
             with suppress(EngineError):
                 self._order(part, tensors, background=False, alone=True)
 

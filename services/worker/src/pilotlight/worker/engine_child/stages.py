@@ -5,7 +5,7 @@ took.
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -65,10 +65,73 @@ class LoadingEngine(Protocol):
     ) -> PlacedPart: ...
 
 
+class _PartsPool:
+    """The pool in which the parts of one load lie: the one that the load was told of, or else its
+    first part. It is opened when it is known, which is behind the grant of their lease.
+    """
+
+    def __init__(self, opened: Callable[[str], mmap.mmap], path: str) -> None:
+        self._opened = opened
+        self._pool = opened(path) if path else None
+
+    def sources(self, command: PlacePart) -> dict[str, Source]:
+        """Where the tensors of a part are.
+
+        Raises:
+            BadCheckpoint: one lies outside the pool.
+            OSError: the pool cannot be mapped.
+        """
+        if self._pool is None:
+            self._pool = self._opened(command.pool_path)
+        view = memoryview(self._pool)
+        sources: dict[str, Source] = {}
+        for place in command.tensors:
+            end = place.offset + place.size_bytes
+            if not 0 <= place.offset <= end <= len(view):
+                raise BadCheckpoint(
+                    f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes"
+                )
+            sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
+        return sources
+
+    def early(self, parts: Iterable[PlacePart]) -> dict[int, dict[str, Source]]:
+        """Those that can be read; of the others it is said when they are placed."""
+        found: dict[int, dict[str, Source]] = {}
+        for one in parts:
+            with suppress(BadCheckpoint, OSError):
+                found[one.part] = self.sources(one)
+        return found
+
+    def behind(
+        self, instance_id: InstanceId, command: PlacePart | None
+    ) -> tuple[int, Mapping[str, Source]] | None:
+        """A part of the same stage; None where it is of another one, or cannot be read."""
+        if command is None or command.instance_id != instance_id:
+            return None
+        with suppress(BadCheckpoint):  # Said when it is placed.
+            return command.part, self.sources(command)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """See ``engine.device.parameters.Early``."""
+
+    pool: _PartsPool
+    inbox: Inbox
+    instance_id: InstanceId
+
+    def first(self) -> dict[int, dict[str, Source]]:
+        return self.pool.early(self.inbox.first_part_of(self.instance_id))
+
+    def come(self) -> dict[int, dict[str, Source]]:
+        return self.pool.early(self.inbox.parts_of(self.instance_id))
+
+
 @dataclass(slots=True, kw_only=True)
 class _Load:
     room: StageRoom
-    pool: mmap.mmap
+    pool: _PartsPool
     delayed: bool = False
     grows: bool = False
     """The stage is held already, and gets a longer range."""
@@ -126,7 +189,7 @@ class StageLoads:
             OSError: the pool cannot be mapped.
             RestoreFailed: its artifact does not fit what is here.
         """
-        pool, instance_id = self._map(command.pool_path), command.instance_id
+        pool, instance_id = _PartsPool(self._map, command.pool_path), command.instance_id
         model = command.model
         room = self._engine.begin_load(
             command.instance_id,
@@ -137,7 +200,7 @@ class StageLoads:
             model.slot,
             self.graphs.plan_of(command),
             may_grow=command.may_grow,
-            early=None if inbox is None else lambda: _early(pool, inbox.parts_of(instance_id)),
+            early=None if inbox is None else _Early(pool, inbox, instance_id),
         )
         # Beside the copies that have begun; the first of them is launched by a rehearsal.
         self.kernels.begin(command)
@@ -156,7 +219,7 @@ class StageLoads:
             EngineError: the engine cannot hold it, or the stage cannot grow now.
             OSError: the pool cannot be mapped.
         """
-        pool = self._map(command.pool_path)
+        pool = _PartsPool(self._map, command.pool_path)
         room = self._engine.extend(
             command.instance_id, command.stage, command.device_bytes, shorter=command.shorter
         )
@@ -213,8 +276,8 @@ class StageLoads:
         placed = self._engine.place_part(
             instance_id,
             command.part,
-            _sources(load.pool, command),
-            _behind(load.pool, instance_id, following),
+            load.pool.sources(command),
+            load.pool.behind(instance_id, following),
         )
         if placed.waits:
             return False
@@ -287,36 +350,3 @@ def _count(load: _Load, command: PlacePart, placed: PlacedPart) -> None:
             part=command.part,
             why=placed.why,
         )
-
-
-def _sources(pool: mmap.mmap, command: PlacePart) -> dict[str, Source]:
-    view = memoryview(pool)
-    sources: dict[str, Source] = {}
-    for place in command.tensors:
-        end = place.offset + place.size_bytes
-        if not 0 <= place.offset <= end <= len(view):
-            raise BadCheckpoint(
-                f"{place.name} lies at [{place.offset}, {end}), outside the pool of {len(view)} bytes"
-            )
-        sources[place.name] = (place.dtype, place.shape, view[place.offset : end])
-    return sources
-
-
-def _early(pool: mmap.mmap, parts: Sequence[PlacePart]) -> dict[int, dict[str, Source]]:
-    """Those that can be read; of the others it is said when they are placed."""
-    found: dict[int, dict[str, Source]] = {}
-    for one in parts:
-        with suppress(BadCheckpoint):
-            found[one.part] = _sources(pool, one)
-    return found
-
-
-def _behind(
-    pool: mmap.mmap, instance_id: InstanceId, command: PlacePart | None
-) -> tuple[int, Mapping[str, Source]] | None:
-    """A part of the same stage; None where it is of another one, or cannot be read."""
-    if command is None or command.instance_id != instance_id:
-        return None
-    with suppress(BadCheckpoint):  # Said when it is placed.
-        return command.part, _sources(pool, command)
-    return None

@@ -117,13 +117,18 @@ class EngineSwitch:
         """Start the main engine; see ``EngineClient.start``."""
         return await self.main.start()
 
+    @property
+    def renews(self) -> bool:
+        """``renew`` would begin a new process."""
+        return self._renew is not None and not self._routes
+
     async def renew(self) -> bool:
         """Begin a start with a new process, where starts are to, and nothing is on the old one.
 
         Raises:
             EngineFailed: it does not start.
         """
-        if self._renew is None or self._routes:
+        if self._renew is None or not self.renews:
             return False
         await self._renew()
         return True
