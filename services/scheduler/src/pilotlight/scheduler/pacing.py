@@ -28,6 +28,11 @@ class Pressing:
         self._none = asyncio.Event()
 
     @property
+    def has_none(self) -> bool:
+        """Nobody is at it."""
+        return not self._count
+
+    @property
     def has_one(self) -> bool:
         """There is one, and no other."""
         return self._count == 1
