@@ -22,8 +22,8 @@ class WorkerSettings(ServiceSettings):
     )
     state_dir: Path | None = Field(
         None,
-        description="The loader's folder for what must outlive a restart: workers keep there how often graphs of artifacts were used. "
-        "Empty: that is forgotten when a worker ends.",
+        description="The loader's folder for what must outlive a restart: workers keep there how often graphs of artifacts were used, "
+        "and what a GPU's next start can begin with. Empty: that is forgotten when a worker ends.",
     )
     device: Literal["cpu", "cuda", "sim"] = Field(
         "cpu", description="What runs models: CPU cores, an NVIDIA GPU, or a simulation."
