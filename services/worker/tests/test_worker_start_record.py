@@ -1,5 +1,5 @@
-"""What an engine keeps for the next one, over a fake driver: a plan that the library carries out, on
-which the next engine's arena stands.
+"""What an engine keeps for the next one, over a fake driver: a plan that the library carries out,
+on which the next engine's arena stands.
 """
 
 from collections.abc import Iterator

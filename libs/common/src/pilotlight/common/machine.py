@@ -16,6 +16,7 @@ END_WITH_PARENT = "PILOTLIGHT_END_WITH_PARENT"
 """Environment variable with the supervisor's pid: a service stops in order when that process dies.
 """
 DEVICES = Path("/dev")
+DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -43,6 +44,14 @@ def shown_gpus(cuda_devices: Sequence[str]) -> dict[str, str]:
         # Indexes count as nvidia-smi does, and not the fastest first.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver; "unknown" where the system does not say."""
+    try:
+        return DRIVER_VERSION.read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def gpus_shown(shown: str | None, devices: Path = DEVICES) -> int:

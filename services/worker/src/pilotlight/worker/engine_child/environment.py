@@ -1,16 +1,14 @@
 """What artifacts depend on, as the engine's process sees it."""
 
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from pilotlight.common.machine import driver_version
 from pilotlight.common.source_digest import release_of
 from pilotlight.policy.cluster import DeviceKind
 from pilotlight.policy.materialized import Environment
 from pilotlight.worker.engine_child.device import OpenDevice
-
-DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
 def environment_of(device: OpenDevice) -> Environment:
@@ -31,14 +29,6 @@ def environment_of(device: OpenDevice) -> Environment:
         granule_bytes=arena.granule_bytes,
         step_tokens=device.limits.step_tokens,
     )
-
-
-def driver_version() -> str:
-    """The driver's; "unknown" where the system does not say."""
-    try:
-        return DRIVER_VERSION.read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 def _version(distribution: str) -> str:

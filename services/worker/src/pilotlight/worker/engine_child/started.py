@@ -8,12 +8,12 @@ from hashlib import blake2b
 import structlog
 import torch
 
+from pilotlight.common.machine import driver_version
 from pilotlight.common.source_digest import release_of
 from pilotlight.engine.cuda import arena
 from pilotlight.native.library import NativeError, NativeUnavailable
 from pilotlight.native.started import NativeStart
 from pilotlight.native.starting import Begun
-from pilotlight.worker.engine_child.environment import driver_version
 
 log = structlog.get_logger()
 
