@@ -28,11 +28,6 @@ class Pressing:
         self._none = asyncio.Event()
 
     @property
-    def has_none(self) -> bool:
-        """Nobody is at it."""
-        return not self._count
-
-    @property
     def has_one(self) -> bool:
         """There is one, and no other."""
         return self._count == 1

@@ -32,7 +32,6 @@ from pilotlight.scheduler.rows import (
     Rows,
     cold_start_row,
     decision_row,
-    documents_of,
     ended,
     late,
     moved,
@@ -209,18 +208,13 @@ class SchedulerRepository:
             NotLeader: the term is over.
             DatabaseUnavailable: the database cannot be reached.
         """
-        await self._writer.write(self._rows_of(instance, decision, cold_start))
-
-    def rehearse(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> None:
-        """Make what ``start`` would write, for nothing."""
-        documents_of(self._rows_of(instance, decision, cold_start))
-
-    def _rows_of(self, instance: Instance, decision: Decision, cold_start: ColdStart) -> Rows:
-        return Rows(
-            instances=(instance,),
-            decisions=(self._row_of(decision),),
-            opened=(cold_start_row(cold_start),),
-            events=(planned(instance), *late(instance, decision)),
+        await self._writer.write(
+            Rows(
+                instances=(instance,),
+                decisions=(self._row_of(decision),),
+                opened=(cold_start_row(cold_start),),
+                events=(planned(instance), *late(instance, decision)),
+            )
         )
 
     async def decide(self, decision: Decision) -> None:

@@ -182,21 +182,6 @@ async def write(fence: Fence, rows: Rows) -> None:
         NotLeader: the term is over; nothing was written.
         DatabaseUnavailable: the database cannot be reached.
     """
-    documents = documents_of(rows)
-    if not documents and not rows.events:
-        return
-    statement = _all_of(frozenset(documents), tells=bool(rows.events))
-    if rows.moves:
-        documents["moves"] = len(rows.moves)
-    ((is_term, unchanged),) = await fence.write_at_once(statement, documents, rows.events)
-    if not is_term:
-        raise NotLeader(f"epoch {fence.epoch} is over")
-    if unchanged != len(rows.moves):
-        raise Conflict(_conflict(rows.moves, unchanged))
-
-
-def documents_of(rows: Rows) -> dict[str, Any]:
-    """All of them as the statement takes them, by their part of it."""
     parts: dict[str, Sequence[Row]] = {
         "new_instances": [_instance_row(one) for one in rows.instances],
         MOVED: [_move_row(one) for one in rows.moves],
@@ -209,7 +194,16 @@ def documents_of(rows: Rows) -> dict[str, Any]:
     for name, part in parts.items():
         if part:
             documents |= document(part, name)
-    return documents
+    if not documents and not rows.events:
+        return
+    statement = _all_of(frozenset(documents), tells=bool(rows.events))
+    if rows.moves:
+        documents["moves"] = len(rows.moves)
+    ((is_term, unchanged),) = await fence.write_at_once(statement, documents, rows.events)
+    if not is_term:
+        raise NotLeader(f"epoch {fence.epoch} is over")
+    if unchanged != len(rows.moves):
+        raise Conflict(_conflict(rows.moves, unchanged))
 
 
 def _conflict(moves: Sequence[Move], unchanged: int) -> str:

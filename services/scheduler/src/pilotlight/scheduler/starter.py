@@ -164,8 +164,6 @@ class Starter:
             asking = Begun(self._reserve(order, instance))
             # While the cache is at it.
             planned = _planned(instance, order, place)
-            if self.pressing.has_none:
-                self._rehearse(order, record, planned)
             answers = asking.result() if asking.ended else await asking
             for placement, answer in answers:
                 if isinstance(answer, Room):
@@ -224,20 +222,6 @@ class Starter:
                     if placement.grant_id is not None and not may_be_written:
                         self.effects.release(placement.grant_id)
         return None
-
-    def _rehearse(self, order: StartOrder, record: Record, planned: Decision) -> None:
-        """Do what comes behind the answer once before it, for nothing: in a cluster that is quiet
-        all of it runs for the first time in seconds, and the second time in half of that.
-        """
-        instance = replace(
-            record.instance, state=step(record.instance.state, InstanceEvent.FETCH_STARTED)
-        )
-        there = self.book.books.of_digest(order.model.digest)
-        places = joined(order.model, instance.placements, order.seen.nodes, there)
-        record = replace(record, instance=instance, tentative=False)
-        decision = _started(planned, [], places)
-        self.repository.rehearse(instance, decision, self._cold_start_of(record, order))
-        self.teller.rehearse(record, self.book, self.effects.nodes())
 
     def _joining(self, digest: Digest) -> asyncio.Lock:
         """Held while a start joins a model's chains, until the next one sees it there."""

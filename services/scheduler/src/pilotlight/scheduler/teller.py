@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from pilotlight.common.bus import Bus
 from pilotlight.common.clock import Clock, moment_of
-from pilotlight.common.messages.codec import encode_json
 from pilotlight.common.messages.demand import NEVER_FITS_SUBJECT, NeverFits
 from pilotlight.common.messages.hold import (
     Fetch,
@@ -21,7 +20,6 @@ from pilotlight.common.messages.hold import (
 from pilotlight.common.telemetry import with_parent
 from pilotlight.common.waiting import pause
 from pilotlight.policy.cluster import NodeFacts, WorkerView
-from pilotlight.policy.control.books import Record
 from pilotlight.policy.control.holds import (
     PartFetch,
     StageHold,
@@ -112,24 +110,6 @@ class Teller:
             await self._tell(due, book, nodes)
             due.is_told = True
 
-    def rehearse(self, record: Record, book: Book, nodes: Mapping[NodeId, NodeFacts]) -> None:
-        """Make what ``dispatch`` would send of a start, for nothing.
-
-        Args:
-            record: Of the start.
-            book: Of all others.
-            nodes: Every node.
-        """
-        books, placements = book.books.put(record), record.instance.placements
-        upstreams = upstreams_at([one.node_id for one in placements], books, nodes)
-        for one in placements:
-            fetches = fetches_of(one.node_id, books, upstreams)
-            encode_json(self._node_hold(NodeTold(node_id=one.node_id, fetches=fetches), nodes))
-            holds = stages_of(one.worker_id, books)
-            encode_json(
-                self._worker_hold(WorkerTold(worker_id=one.worker_id, holds=holds), nodes, {})
-            )
-
     async def _tell(self, due: _Due, book: Book, nodes: Mapping[NodeId, NodeFacts]) -> None:
         upstreams = upstreams_at(due.node_ids, book.books, nodes)
         for node_id in due.node_ids:
@@ -196,7 +176,12 @@ class Teller:
         kept = between and not any(one.members for one in told.holds)
         self._note(self._sent.workers, told.worker_id, told.holds if kept else None)
         with with_parent(_only_trace(told.holds)):
-            command = self._worker_hold(told, nodes, workers or {})
+            command = WorkerHold(
+                worker_id=told.worker_id,
+                epoch=self.epoch,
+                holds=tuple(_hold_of(one, nodes, workers or {}) for one in told.holds),
+                seq=self._seq,
+            )
             await self.bus.publish(
                 worker_hold_subject(told.worker_id), command, sent=moment_of(self.clock)
             )
@@ -218,27 +203,13 @@ class Teller:
         self._seq += 1
         self._note(self._sent.nodes, told.node_id, told.fetches if between else None)
         with with_parent(_only_trace(told.fetches)):
-            command = self._node_hold(told, nodes)
+            fetches = tuple(_fetch_of(one, nodes) for one in told.fetches)
+            command = NodeHold(
+                node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq
+            )
             await self.bus.publish(
                 node_hold_subject(told.node_id), command, sent=moment_of(self.clock)
             )
-
-    def _worker_hold(
-        self,
-        told: WorkerTold,
-        nodes: Mapping[NodeId, NodeFacts],
-        workers: Mapping[WorkerId, WorkerView],
-    ) -> WorkerHold:
-        return WorkerHold(
-            worker_id=told.worker_id,
-            epoch=self.epoch,
-            holds=tuple(_hold_of(one, nodes, workers) for one in told.holds),
-            seq=self._seq,
-        )
-
-    def _node_hold(self, told: NodeTold, nodes: Mapping[NodeId, NodeFacts]) -> NodeHold:
-        fetches = tuple(_fetch_of(one, nodes) for one in told.fetches)
-        return NodeHold(node_id=told.node_id, epoch=self.epoch, fetches=fetches, seq=self._seq)
 
     def _note(
         self, sent: dict[Key, Told], key: Key, orders: Sequence[StageHold | PartFetch] | None
