@@ -304,14 +304,18 @@ def cold(
     began_s = time.perf_counter()
     reserved_s: list[float] = []
 
-    def early() -> dict[int, Mapping[str, "Source"]]:
-        reserved_s.append(time.perf_counter())
-        calls.append(model.arena.driver_calls)
-        return {part: model.sources(part) for part in model.parts[:EARLY_PARTS]}
+    class Come:
+        def first(self) -> dict[int, Mapping[str, "Source"]]:
+            reserved_s.append(time.perf_counter())
+            calls.append(model.arena.driver_calls)
+            return {part: model.sources(part) for part in model.parts[:1]}
+
+        def come(self) -> dict[int, Mapping[str, "Source"]]:
+            return {part: model.sources(part) for part in model.parts[:EARLY_PARTS]}
 
     where = Where()
     with where if looked else nullcontext():
-        model.begin(plan, early)
+        model.begin(plan, Come())
         begun_s = time.perf_counter()
         if kernels is not None:
             install()
