@@ -103,6 +103,30 @@ def test_parts_come_from_the_pool_that_they_name_and_not_from_the_one_of_before(
     parent.close()
 
 
+def test_parts_of_a_load_that_was_called_off_are_not_those_of_the_next_one(
+    scripted: ScriptedEngine, pool: Any, tmp_path: Path
+) -> None:
+    parent = Parent(scripted)
+    load, parts = told_before(pool)
+    other = tmp_path / "other.pool"
+    other.write_bytes(bytes(64) + pool.path.read_bytes())
+    theirs = [
+        replace(
+            one,
+            pool_path=str(other),
+            tensors=tuple(replace(place, offset=place.offset + 64) for place in one.tensors),
+        )
+        for one in parts
+    ]
+    parent.send(load, *parts, UnloadStage(instance_id=load.instance_id), load, *theirs)
+    parent.until(StageLoaded)
+    image = other.read_bytes()
+    assert [first for _, first in scripted.seen] == [
+        image[place.offset : place.offset + 8] for one in theirs for place in one.tensors
+    ]
+    parent.close()
+
+
 def test_an_inbox_looks_at_no_more_parts_than_it_is_asked_for(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

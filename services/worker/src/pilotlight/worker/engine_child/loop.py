@@ -3,7 +3,6 @@
 import math
 import select
 import socket
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +44,7 @@ from pilotlight.worker.engine_child.ahead import IdleWork, WarmUp
 from pilotlight.worker.engine_child.inbox import Inbox
 from pilotlight.worker.engine_child.kv_sharing import SharingEngine
 from pilotlight.worker.engine_child.neighbours import Neighbours
+from pilotlight.worker.engine_child.part_queue import PartQueue
 from pilotlight.worker.engine_child.pins import LOOK_S, Pins
 from pilotlight.worker.engine_child.pipelines import PipelineEngine, Pipelines
 from pilotlight.worker.engine_child.prefills import Prefills
@@ -129,8 +129,7 @@ class ChildLoop:
         self._kv = self._neighbours.kv
         self._pipelines = Pipelines(engine, self._loads, self._neighbours, self._send, told_of)
         self._pins = pins
-        self._parts: deque[tuple[PlacePart, float]] = deque()
-        """Each with the time since when it is ready."""
+        self._parts = PartQueue()
         self._copying = False  # The first of them is on its way to the device.
         self._prefills = Prefills(self._phases)
         self._slate = slate or Slate()
@@ -268,6 +267,7 @@ class ChildLoop:
         except Exception as error:  # noqa: BLE001 - as above
             raise_if_lost(error)
             self._loads.drop(command.instance_id)
+            self._parts.drop(command.instance_id)
             # The engine gives a growth up by itself, where the stage can serve its old range on.
             if grows and self._engine.kv_capacity_tokens(command.instance_id):
                 self._pipelines.refuse(command.instance_id, error)
@@ -293,12 +293,13 @@ class ChildLoop:
         error = error_of(command.code, command.message)
         if self._engine.call_off(command.instance_id):
             self._loads.drop(command.instance_id)
+            self._parts.drop(command.instance_id)
             self._pipelines.refuse(command.instance_id, error)
         else:
             self._fail(command.instance_id, error)
 
     def _unload(self, instance_id: InstanceId) -> None:
-        for holder in (self._loads, self._prefills, self._pipelines, self._engine):
+        for holder in (self._parts, self._loads, self._prefills, self._pipelines, self._engine):
             holder.drop(instance_id)
 
     def _fail(self, instance_id: InstanceId, error: Exception) -> None:
