@@ -138,16 +138,26 @@ def test_what_nobody_takes_goes(rig: Rig) -> None:
     assert rig.fake.reserved == reserved
 
 
-def test_another_archive_is_not_taken(rig: Rig) -> None:
+@pytest.mark.parametrize("other", [b"x", b""])
+def test_another_archive_is_not_taken_and_goes(rig: Rig, other: bytes) -> None:
     start = NativeStart(Begun(rig.plan))
-    device = rig.device()
-    assert start.archive(rig.archive[:-1] + b"x") is None
-    assert start.archive(rig.archive + b"x") is None
-    arena = start.arena(device)
-    assert start.archive(rig.archive) is not None, "the right one is"
-    assert start.archive(rig.archive) is None, "once"
+    over(start, *STEPS)
+    unloaded = rig.fake.calls("cuModuleUnload")
+    assert start.archive((rig.archive[:-1] if other else rig.archive + b"x") + other) is None
+    assert rig.fake.calls("cuModuleUnload") > unloaded
+    assert start.archive(rig.archive) is None, "it is gone"
+    start.close()
+
+
+def test_a_thing_is_taken_once(rig: Rig) -> None:
+    start = NativeStart(Begun(rig.plan))
+    arena = start.arena(rig.device())
+    opened = start.archive(rig.archive)
+    assert opened is not None
+    assert start.archive(rig.archive) is None
     with pytest.raises(NativeError, match="it was taken"):
-        start.arena(device)
+        start.arena(rig.device())
+    GraphArchive(rig.device(), rig.archive, arena, opened).close()
     arena.close()
 
 
@@ -225,6 +235,16 @@ def test_a_start_that_goes_at_once_leaves_nothing(rig: Rig) -> None:
         NativeStart(Begun(rig.plan)).close()
     assert (rig.fake.used_bytes, rig.fake.registered) == (used, registered)
     assert rig.fake.reserved == reserved
+
+
+def test_a_library_of_another_release_begins_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = rig.plan.as_struct()
+    made.plan_bytes += 8
+    monkeypatch.setattr(NativePlan, "as_struct", lambda _: made)
+    with pytest.raises(BadPlan, match="another release"):
+        Begun(rig.plan)
 
 
 def test_plans_come_back_as_they_were(rig: Rig) -> None:

@@ -46,6 +46,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         {"WORKER_ID": "node-1-w7", "DEVICE": "cuda", "LOG_DIR": "logs", "FAULTS": "load=0.2"},
         {"THREADS": "3", "STEP_TOKENS": "64", "DEVICE_BYTES": "1000000"},
         {"WORKERS": "1000"},
+        {"STATE_DIR": "state", "NODE_ID": "node-2", "DEVICE": "cuda"},
     ],
 )
 def test_variables_say_what_settings_say(

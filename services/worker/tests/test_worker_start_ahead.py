@@ -56,6 +56,12 @@ def test_nothing_is_begun_without_a_plan(folder: Path) -> None:
     assert engine_main.begun(["--start", str(folder / "none")]) is None
 
 
+def test_a_spare_begins_nothing(folder: Path) -> None:
+    written(folder, plan().as_json())
+    assert engine_main.begun(["--start", str(folder), "--spare"]) is None
+    assert (folder / PLAN).exists(), "it is for the next engine"
+
+
 def test_nothing_is_begun_where_the_gpu_is_not_known(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ class StartPlan(ctypes.Structure):
     """``StartPlan`` of ``start.cpp``."""
 
     _fields_ = (
+        ("plan_bytes", c_uint64),
         ("driver", c_char_p),
         ("address", c_uint64),
         ("num_bytes", c_uint64),
@@ -105,6 +106,7 @@ class NativePlan:
         """As the library takes it; what it points to lives for as long as it does."""
         bounds = [bound for each in self.ranges for bound in each]
         made = StartPlan(
+            plan_bytes=ctypes.sizeof(StartPlan),
             driver=self.driver.encode(),
             address=self.address,
             num_bytes=self.num_bytes,

@@ -61,7 +61,9 @@ class NativeStart:
         return DeviceArena(device, self.plan.num_bytes, self.plan.address, pointer())
 
     def archive(self, data: bytes) -> OpenArchive | None:
-        """The archive, with the graphs that are made; None: it is not this one, or was taken."""
+        """The archive, with the graphs that are made; None: it is another one, which is given back
+        then, or was taken.
+        """
         place, pointer = out(c_void_p)
         (count, num_graphs), (ready, made) = out(c_uint64), out(c_uint64)
         with suppress(NativeError):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Final
 
-from pilotlight.native.plan import NativePlan
+from pilotlight.native.plan import BadPlan, NativePlan
 
 
 class Begun:
@@ -19,12 +19,14 @@ class Begun:
         Raises:
             OSError: there is no such library.
             AttributeError: it is another release's.
+            BadPlan: the same.
         """
         self.plan: Final = plan
         self._library: Final = ctypes.CDLL(plan.library)
         begin: Callable[..., int] = self._library.pilotlight_start_begin
         pointer = c_void_p()
-        begin(ctypes.byref(plan.as_struct()), ctypes.byref(pointer))
+        if begin(ctypes.byref(plan.as_struct()), ctypes.byref(pointer)):
+            raise BadPlan(f"{plan.library} is another release's")
         self.pointer: Final = pointer.value or 0
 
     def end(self) -> None:

@@ -18,14 +18,15 @@ from pilotlight.common.machine import gpus_shown
 from pilotlight.native.plan import BadPlan, taken_plan
 from pilotlight.native.starting import Begun
 
-START = "--start"
+START, SPARE = "--start", "--spare"
 
 
 def begun(arguments: Sequence[str]) -> Begun | None:
-    """What the library does by itself from now on. None: nothing is planned; or which GPU is this
-    process's own is not known yet; or nothing can be begun, and whoever does all of it says why.
+    """What the library does by itself from now on. None: nothing is planned; or a spare is not to
+    have anything of the device; or which GPU is this process's own is not known yet; or nothing can
+    be begun, and whoever does all of it says why.
     """
-    if START not in arguments[:-1]:
+    if START not in arguments[:-1] or SPARE in arguments:
         return None
     if gpus_shown(os.environ.get("CUDA_VISIBLE_DEVICES")) != 1:
         return None

@@ -30,6 +30,7 @@ namespace pilotlight {
 
 // As Python gives it.
 struct StartPlan {
+    std::uint64_t plan_bytes;            // of this struct: a plan may name the library of another release
     const char *driver;
     std::uint64_t address, bytes;        // of the arena
     const std::uint64_t *ranges;         // (start, stop, longest chunk) of what of it gets memory
@@ -88,12 +89,17 @@ class Start {
         return OK;
     }
 
-    // Makes no more graphs; those that are made are the archive's.
+    // Makes no more graphs; those that are made are the archive's. Of another archive nothing is kept.
     int take_archive(const char *bytes, std::uint64_t size, Archive **archive, std::uint64_t *num_graphs, std::uint64_t *made) {
         stop_ = true;
         if (thread_.joinable()) thread_.join();
         if (!graphs_) return fail(MISUSED, "there is no archive, or it was taken");
-        if (size != bytes_.size() || std::memcmp(bytes, bytes_.data(), size)) return fail(MISUSED, "the archive is another one");
+        if (size != bytes_.size() || std::memcmp(bytes, bytes_.data(), size)) {
+            // Another model was wanted first: what was made for this one is in its way.
+            pilotlight_archive_close(graphs_);
+            graphs_ = nullptr;
+            return fail(MISUSED, "the archive is another one, and is given back");
+        }
         std::swap(*archive = nullptr, graphs_);
         *num_graphs = num_graphs_;
         *made = made_;
@@ -229,6 +235,7 @@ using namespace pilotlight;
 
 // Begins; what the plan points to is copied. Its memory is given back by `end`, but an archive that was taken reads on: then it stays.
 PILOTLIGHT_EXPORT int pilotlight_start_begin(const StartPlan *plan, Start **start) {
+    if (plan->plan_bytes != sizeof *plan) return fail(MISUSED, "the plan is another release's");
     *start = new Start(*plan);
     return OK;
 }
