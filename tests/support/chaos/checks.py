@@ -326,9 +326,12 @@ def justified(target: Target, situation: Situation, fault: Fault) -> Allowed:
     # No request waits while the gateway is away, so the cold start may be cancelled; it begins anew
     # when the clients ask again.
     cancelled = gateway_dies and cold
+    # What it has promised and not written ends the start that was written meanwhile, before any of
+    # it is commanded.
+    promised = target is Target.CACHE and cold
     healthy_s = HEALTHY_S + NOTICED_S if fault is Fault.HANG else HEALTHY_S
     return Allowed(
         gateway_dies=gateway_dies,
-        instances=int(cold) + int(destroys) + int(cancelled),
+        instances=int(cold) + int(destroys) + int(cancelled) + int(promised),
         healthy_s=healthy_s,
     )
